@@ -1,0 +1,66 @@
+"""The public face: `import radixrt as rx`, then `rx.Engine`. Names load when they are first used.
+
+Knows where the names live and nothing else. It must stay lazy: importing any submodule runs this file first, and
+`radixrt.radix` imports without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from radixrt.radix import RadixrtError
+    from radixrt.runtime import (
+        Engine,
+        FinishEvent,
+        Handle,
+        InvalidRequest,
+        ModelError,
+        Output,
+        SamplingParams,
+        TokenEvent,
+    )
+
+    __version__: str
+
+__all__ = [
+    "Engine",
+    "FinishEvent",
+    "Handle",
+    "InvalidRequest",
+    "ModelError",
+    "Output",
+    "RadixrtError",
+    "SamplingParams",
+    "TokenEvent",
+    "__version__",
+]
+
+_RADIX = {"RadixrtError"}  # known without loading torch
+
+
+if not TYPE_CHECKING:  # a type checker that sees a module's __getattr__ accepts every name
+
+    def __getattr__(name: str) -> object:
+        """The public name, loaded and kept. Raises AttributeError for any other."""
+        if name not in __all__:
+            raise AttributeError(f"module 'radixrt' has no attribute {name!r}; it has {', '.join(__all__)}")
+        if name == "__version__":
+            value = _installed_version()
+        else:
+            value = getattr(import_module("radixrt.radix" if name in _RADIX else "radixrt.runtime"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _installed_version() -> str:
+    try:
+        return version("radixrt")
+    except PackageNotFoundError:  # the source tree on sys.path, not installed
+        return "0+uninstalled"
