@@ -1,0 +1,48 @@
+"""radixrt.radix: a prefix cache over pages, as a deterministic library. Needs numpy and sortedcontainers alone.
+
+`RadixCache` is the face; everything else here is what it takes, returns or raises.
+"""
+
+from __future__ import annotations
+
+from .cache import RadixCache
+from .errors import (
+    BrokenInvariant,
+    CacheError,
+    ClosedTable,
+    DoubleRelease,
+    InvalidTokens,
+    LiveTables,
+    RadixrtError,
+)
+from .policy import LRU, EvictionPolicy
+from .pool import PagePool
+from .table import PageTable, Pin
+from .tokens import IntArray, Tokens, as_tokens
+from .tree import RadixTree
+from .values import CacheStats, Explanation, Match, PageCopy, WritePlan
+
+__all__ = [
+    "LRU",
+    "BrokenInvariant",
+    "CacheError",
+    "CacheStats",
+    "ClosedTable",
+    "DoubleRelease",
+    "EvictionPolicy",
+    "Explanation",
+    "IntArray",
+    "InvalidTokens",
+    "LiveTables",
+    "Match",
+    "PageCopy",
+    "PagePool",
+    "PageTable",
+    "Pin",
+    "RadixCache",
+    "RadixTree",
+    "RadixrtError",
+    "Tokens",
+    "WritePlan",
+    "as_tokens",
+]
