@@ -1,0 +1,33 @@
+"""Long seeded runs of random operations: 10^5 in `make test`, 10^6 with every check in `make deep`.
+
+Does not look inside the cache.
+"""
+
+import pytest
+
+from radixrt.radix.testing import drive
+
+# num_pages, page_size, alphabet, operations in `make test`, full checks every so many of them there
+RUNS = [
+    (4, 1, 2, 6_000, 1),
+    (6, 2, 2, 7_000, 1),
+    (9, 4, 2, 7_000, 1),
+    (12, 16, 3, 15_000, 50),
+    (24, 1, 4, 15_000, 50),
+    (32, 4, 2, 30_000, 50),
+    (64, 2, 3, 20_000, 50),
+]
+
+
+@pytest.mark.parametrize(("num_pages", "page_size", "alphabet", "num_operations", "check_every"), RUNS)
+def test_a_long_run_agrees_with_the_reference(
+    num_pages: int, page_size: int, alphabet: int, num_operations: int, check_every: int, profile: str
+) -> None:
+    drive(
+        num_operations=10 * num_operations if profile == "deep" else num_operations,
+        num_pages=num_pages,
+        page_size=page_size,
+        alphabet=alphabet,
+        check_every=1 if profile == "deep" else check_every,
+        seed=num_pages,
+    )
