@@ -1,0 +1,43 @@
+"""The packed input of one forward pass: rows of tokens, where their KV goes, and the page tables they read.
+
+Knows nothing of requests, sampling or tensors: numpy arrays of ids, the same for every model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One step's rows, packed. A row is one position of the step's token trie.
+
+    Rows are grouped into segments; segment s holds the consecutive rows `[row_indptr[s], row_indptr[s + 1])`, at
+    consecutive positions of one sequence, and reads through the pages `page_ids[page_indptr[s]:page_indptr[s + 1]]`,
+    which cover positions `[0, last position of s]`. A row at position t attends to positions `[0, t]`. In every
+    layer all writes come before all reads. A row may be written to several slots (sequences that diverge inside a
+    page), `slot = page * page_size + offset`.
+    """
+
+    token_ids: IntArray  # [T]
+    positions: IntArray  # [T]
+    write_rows: IntArray  # [W] row of each write
+    write_slots: IntArray  # [W] slot of each write; distinct
+    row_indptr: IntArray  # [S + 1]
+    page_indptr: IntArray  # [S + 1]
+    page_ids: IntArray  # [page_indptr[-1]]
+    namespaces: tuple[str, ...]  # [S]
+    logit_rows: IntArray  # [R] rows whose logits are wanted, ascending
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.row_indptr) - 1

@@ -1,0 +1,96 @@
+"""What a caller gets back: handles, events, outputs and usage. Frozen data; knows nothing of how it came about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Names one request of one engine."""
+
+    number: int  # in order of submission, from 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """Natural log-probability of a token, raw: before temperature, penalties and masks."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """The sampled token's log-probability and the most probable tokens at its position, best first."""
+
+    sampled: Logprob
+    top: tuple[Logprob, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of one request. `prompt_tokens == cached + computed + recomputed` once its prompt is through the model.
+
+    A row that several requests shared in a step is computed for the one submitted first and cached for the others.
+    `recomputed_tokens` were cached but had to run again: for their logits (a prompt cached whole: its last token).
+    For a fork everything before the fork counts as prompt.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    recomputed_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One continuation. `error` says what went wrong where `finish_reason` is "error"."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Everything one request produced."""
+
+    handle: Handle
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    usage: Usage
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """One token was committed. `text` is what became certain with it: valid UTF-8, perhaps empty, never taken back."""
+
+    handle: Handle
+    choice: int
+    token_id: int
+    text: str
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishEvent:
+    """The request ended; its last event. `text` is what was still held back: the deltas add up to the choice's text."""
+
+    handle: Handle
+    text: str
+    output: Output
+
+
+Event = TokenEvent | FinishEvent

@@ -1,0 +1,197 @@
+"""What a caller may ask of generation: `SamplingParams`, checked once when made.
+
+Knows nothing of models (`check_against` is told the width of the logits), of tensors or of how tokens are chosen.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+import reprlib
+from collections.abc import Collection, Mapping, Sequence, Set, Sized
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn, Self
+
+from .errors import InvalidRequest
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+MAX_TOKEN_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose and when to stop. Frozen, hashable, picklable; equal parameters compare equal.
+
+    Every value is checked here and stored as a plain int, float or tuple, whatever it was given as. What is refused
+    raises InvalidRequest, one line: the field, what was given, what is allowed.
+
+    The order of effects: logit_bias, min_tokens (ids that end a sequence are masked), repetition_penalty (prompt and
+    output), presence and frequency penalties (output alone), temperature, top_k, top_p, min_p, draw.
+    """
+
+    max_tokens: int = 64
+    min_tokens: int = 0  # until so many, nothing but max_tokens ends the sequence
+    temperature: float = 1.0  # 0: greedy
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()  # stored as (id, bias) pairs, by id
+    stop: str | Sequence[str] = ()  # stored as a tuple of strings
+    stop_token_ids: Collection[int] = ()  # stored as a sorted tuple
+    ignore_eos: bool = False
+    logprobs: int | None = None  # of the chosen token and so many of the most probable
+    seed: int | None = None  # None: the engine's seed and the request's number
+
+    def __new__(cls, *args: object, **given: object) -> Self:
+        """Refuses unknown names; the generated `__init__` would raise a TypeError that names no alternative."""
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                close = difflib.get_close_matches(name[:64], known) or known
+                raise InvalidRequest(f"{reprlib.repr(name)}: no such field; known: {', '.join(close)}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        checked = {
+            "max_tokens": _integer("max_tokens", self.max_tokens, 1, MAX_TOKEN_ID),
+            "min_tokens": _integer("min_tokens", self.min_tokens, 0, MAX_TOKEN_ID),
+            "temperature": _number("temperature", self.temperature, 0.0, math.inf, "a finite number of at least 0"),
+            "top_k": _optional_integer("top_k", self.top_k, 1, MAX_TOKEN_ID),
+            "top_p": _number("top_p", self.top_p, math.ulp(0.0), 1.0, "a number in (0, 1]"),
+            "min_p": _number("min_p", self.min_p, 0.0, 1.0),
+            # Wide enough for every use, narrow enough that no float32 logit overflows.
+            "repetition_penalty": _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0),
+            "presence_penalty": _number("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            "logit_bias": _bias_pairs(self.logit_bias),
+            "stop": _stop_strings(self.stop),
+            "stop_token_ids": _stop_token_ids(self.stop_token_ids),
+            "logprobs": _optional_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+            "seed": _optional_integer("seed", self.seed, -(2**63), 2**64 - 1),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if not isinstance(self.ignore_eos, bool):
+            _refuse("ignore_eos", self.ignore_eos, "True or False")
+        if self.min_tokens > self.max_tokens:
+            _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """The most probable token is taken, ties to the lowest id; nothing is drawn."""
+        return self.temperature == 0 or self.top_k == 1
+
+    def ending_token_ids(self, eos_token_ids: Set[int]) -> frozenset[int]:
+        """The ids that end a sequence, given the model's own."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else frozenset(eos_token_ids))
+
+    def check_against(self, vocab_size: int, *, has_text: bool = True, eos_token_ids: Set[int] = frozenset()) -> None:
+        """InvalidRequest where a model whose logits are `vocab_size` wide cannot serve these parameters.
+
+        `has_text` says whether there is a tokenizer, without which stop strings cannot be found.
+        """
+        allowed = f"ids in [0, {vocab_size})"
+        for token_id in dict(self.logit_bias):
+            if token_id >= vocab_size:
+                _refuse("logit_bias", token_id, allowed)
+        for token_id in self.stop_token_ids:
+            if token_id >= vocab_size:
+                _refuse("stop_token_ids", token_id, allowed)
+        if self.min_tokens and len(self.ending_token_ids(eos_token_ids)) >= vocab_size:
+            _refuse("min_tokens", self.min_tokens, "0 where every token ends the sequence")
+        if self.stop and not has_text:
+            _refuse("stop", self.stop, "none where the engine has no tokenizer; use stop_token_ids")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as JSON holds it; `SamplingParams(**params.to_dict()) == params`, through JSON too."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain["logit_bias"] = [list(pair) for pair in plain["logit_bias"]]
+        return plain | {name: list(plain[name]) for name in ("stop", "stop_token_ids")}
+
+
+def _refuse(field: str, given: object, allowed: str) -> NoReturn:
+    raise InvalidRequest(f"{field}: {_show(given)} given; allowed: {allowed}")
+
+
+def _show(given: object) -> str:
+    """`given` in a few words, at a cost that does not grow with it."""
+    if isinstance(given, int) and given.bit_length() > 128:
+        return f"an integer of {given.bit_length()} bits"
+    if given is None or isinstance(given, (int, float, str)):
+        return reprlib.repr(given)
+    size = f" of {len(given)} items" if isinstance(given, Sized) else ""
+    return f"a value of type {type(given).__name__}{size}"
+
+
+def _integer(field: str, given: object, low: int, high: int, *, or_else: str = "") -> int:
+    """`given` as an int in [low, high]; numpy's integers count, bool does not."""
+    if isinstance(given, numbers.Integral) and not isinstance(given, bool):
+        given = int(given)
+        if low <= given <= high:
+            return given
+    _refuse(field, given, f"{or_else}an integer in [{low}, {high}]")
+
+
+def _optional_integer(field: str, given: object, low: int, high: int) -> int | None:
+    return None if given is None else _integer(field, given, low, high, or_else="None or ")
+
+
+def _number(field: str, given: object, low: float, high: float, allowed: str = "") -> float:
+    """`given` as a finite float in [low, high]; integers and numpy's numbers count, bool does not."""
+    if isinstance(given, numbers.Real) and not isinstance(given, bool):
+        try:
+            value = float(given)
+        except OverflowError:
+            value = math.inf
+        if low <= value <= high and math.isfinite(value):
+            return value
+    _refuse(field, given, allowed or f"a number in [{low:g}, {high:g}]")
+
+
+def _bias_pairs(given: object) -> tuple[tuple[int, float], ...]:
+    """A mapping, or pairs, as pairs sorted by id."""
+    allowed = f"a mapping of at most {MAX_LOGIT_BIAS} token ids to numbers in [-100, 100]"
+    if not isinstance(given, (Mapping, list, tuple)) or len(given) > MAX_LOGIT_BIAS:
+        _refuse("logit_bias", given, allowed)
+    pairs = list(given.items()) if isinstance(given, Mapping) else list(given)
+    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
+        _refuse("logit_bias", given, allowed)
+    biases = {
+        _integer("logit_bias", token_id, 0, MAX_TOKEN_ID): _number("logit_bias", bias, -100.0, 100.0)
+        for token_id, bias in pairs
+    }
+    if len(biases) < len(pairs):
+        _refuse("logit_bias", given, "each token id once")
+    return tuple(sorted(biases.items()))
+
+
+def _stop_strings(given: object) -> tuple[str, ...]:
+    """One string or several as a tuple."""
+    strings = (given,) if isinstance(given, str) else given
+    if not isinstance(strings, Sequence) or isinstance(strings, (bytes, bytearray)) or len(strings) > MAX_STOPS:
+        _refuse("stop", given, f"a string or a sequence of at most {MAX_STOPS}")
+    for string in strings:
+        if not (isinstance(string, str) and 0 < len(string) <= MAX_STOP_CHARS and _is_unicode(string)):
+            _refuse("stop", string, f"strings of 1 to {MAX_STOP_CHARS} characters without lone surrogates")
+    return tuple(strings)
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _stop_token_ids(given: object) -> tuple[int, ...]:
+    """Ids as a sorted tuple, each once."""
+    if not isinstance(given, (Sequence, Set)) or isinstance(given, (str, bytes, bytearray)):
+        _refuse("stop_token_ids", given, "a sequence of token ids")
+    if len(given) > MAX_STOP_TOKEN_IDS:
+        _refuse("stop_token_ids", given, f"at most {MAX_STOP_TOKEN_IDS} ids")
+    return tuple(sorted({_integer("stop_token_ids", token_id, 0, MAX_TOKEN_ID) for token_id in given}))
