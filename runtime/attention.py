@@ -1,0 +1,121 @@
+"""The attention function that transformers' models call, and the step context it finds on their attention modules.
+
+Knows nothing of requests or of which model calls it. This is the one place where transformers' loose types come in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from radixrt.kernels.cpu import torch_paged
+from radixrt.kernels.cpu.plan import Plan
+
+from .errors import ModelError
+from .kv import KVPool, LayerShape
+
+ATTENTION_NAME = "radixrt_paged"
+
+# Keywords that models pass on to every attention function and that do not change what is computed here: positions
+# and masks come with the step, and the rest asks for outputs that the runtime does not use.
+_IGNORED = frozenset(
+    {
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "use_cache",
+    }
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """What the attention of one forward pass reads and writes. `calls` collects (layer index, window) as they come."""
+
+    pool: KVPool
+    plan: Plan
+    write_rows: torch.Tensor | None  # [W] int64; None for all rows in order
+    write_slots: torch.Tensor  # [W] int64
+    calls: list[tuple[int, int | None]] = field(default_factory=list)
+
+
+class Binding:
+    """Ties a model's attention modules to the step that is running."""
+
+    step: Step | None = None
+
+
+def bind(hf_model: Any) -> Binding:
+    """Hang a new binding on each module that knows its layer index: the state belongs to this model, none is global."""
+    binding = Binding()
+    for module in hf_model.modules():
+        if isinstance(getattr(module, "layer_idx", None), int):
+            module.radixrt_binding = binding
+    return binding
+
+
+def run_packed(
+    hf_model: Any,
+    binding: Binding,
+    step: Step,
+    token_ids: torch.Tensor,  # [T] int64
+    positions: torch.Tensor,  # [T] int64
+    logit_rows: torch.Tensor,  # [R] int64
+    **options: Any,
+) -> Any:
+    """The model's output for one packed row of tokens; its logits are `[1, R, vocab_size]`."""
+    binding.step = step
+    try:
+        return hf_model(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=logit_rows,
+            **options,
+        )
+    finally:
+        binding.step = None
+
+
+def paged_attention(
+    module: Any,
+    query: torch.Tensor,  # [1, H, T, D]
+    key: torch.Tensor,  # [1, Hkv, T, D]
+    value: torch.Tensor,  # [1, Hkv, T, Dv]
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the rows' keys and values into the pool, then attend through the step's page tables: `[1, T, H, Dv]`.
+
+    Raises ModelError on any keyword that would change the result and is not served.
+    """
+    unserved = sorted(name for name, given in keywords.items() if given is not None and name not in _IGNORED)
+    if attention_mask is not None:
+        unserved.append("attention_mask")
+    if unserved:
+        raise ModelError(f"its attention asks for {', '.join(unserved)}, which radixrt does not serve")
+    binding: Binding | None = getattr(module, "radixrt_binding", None)
+    if binding is None or binding.step is None:
+        raise ModelError(f"{type(module).__name__} attends outside a radixrt step: use the model through its engine")
+    step = binding.step
+    step.calls.append((module.layer_idx, sliding_window))
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    kv = step.pool.layer(module.layer_idx, LayerShape(k.shape[1], k.shape[2], v.shape[2]))
+    torch_paged.write_kv(kv.k, kv.v, k, v, step.write_rows, step.write_slots)
+    scale = q.shape[2] ** -0.5 if scaling is None else scaling
+    out = torch_paged.attend(q, kv.k, kv.v, step.plan, scale=scale, window=sliding_window, softcap=softcap)
+    return out[None], None
+
+
+# In the attention interface only, never in the mask interface: an implementation without a mask entry gets no mask.
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
