@@ -1,0 +1,70 @@
+"""What was computed and what was saved: the engine's running totals, charged row by row. Knows nothing of memory.
+
+`computed` is compared with `trie_size` of the prompts: the least number of rows that computes them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as AnySequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from .plan import Entry, StepPlan, common_len
+from .sequence import Sequence
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the engine started. Every row of every step is in exactly one of the four row counters."""
+
+    steps: int = 0
+    computed: int = 0  # rows of prompt or appended tokens
+    decoded: int = 0  # rows of generated tokens fed back, once per branch
+    recomputed_for_logits: int = 0  # the last token of a prompt that was cached whole in an earlier step
+    recomputed_after_preemption: int = 0
+    cached: int = 0  # tokens that needed no row of their own: found in the cache or a row of another request
+    preemptions: int = 0
+
+    def add_cached(self, sequence: Sequence, stop: int) -> None:
+        """`[0, stop)` of the sequence was found computed; counts what it has not had before."""
+        fresh = range(sequence.high_water, stop)
+        self.cached += len(fresh)
+        sequence.cached_tokens += len(range(fresh.start, min(stop, sequence.output_start)))
+        sequence.high_water = max(sequence.high_water, stop)
+
+    def add_step(self, plan: StepPlan) -> None:
+        """Charge the rows of a step that ran: a shared row to the request submitted first, cached for the others."""
+        self.steps += 1
+        charged = np.full(plan.num_rows, np.iinfo(np.int64).max)
+        for entry in plan.entries:
+            np.minimum.at(charged, entry.rows, entry.sequence.number)
+        for entry in plan.entries:
+            self._add_entry(entry, (charged[entry.rows] == entry.sequence.number).tolist())
+
+    def _add_entry(self, entry: Entry, charged: list[bool]) -> None:
+        sequence = entry.sequence
+        for position, is_charged in enumerate(charged, entry.start):
+            in_prompt = position < sequence.output_start
+            if position < sequence.high_water:
+                self.recomputed_after_preemption += is_charged
+            elif not is_charged:
+                self.cached += 1
+                sequence.cached_tokens += in_prompt
+            elif position < sequence.known_len:
+                self.recomputed_for_logits += 1
+                sequence.recomputed_tokens += in_prompt
+            else:
+                self.computed += position < sequence.prompt_len
+                self.decoded += position >= sequence.prompt_len
+                sequence.computed_tokens += in_prompt
+        sequence.high_water = max(sequence.high_water, entry.stop)
+
+
+def trie_size(token_lists: Iterable[AnySequence[int]]) -> int:
+    """Nodes of the token trie of these lists: the least number of rows that computes them all. O(total log n)."""
+    ordered = sorted(np.asarray(tokens, dtype=">i4").tobytes() for tokens in token_lists)
+    lists = [np.frombuffer(key, dtype=">i4").astype(np.int32) for key in ordered]
+    shared = sum(common_len(a, b) for a, b in pairwise(lists))
+    return sum(map(len, lists)) - shared

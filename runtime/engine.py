@@ -1,0 +1,369 @@
+"""The engine: requests in, tokens out, one synchronous step at a time; the face that everything above uses.
+
+Knows nothing of sockets, threads or clocks. One step is: plan, run, commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixrt.radix import BrokenInvariant, CacheStats, Explanation, RadixCache
+
+from .config import EngineConfig
+from .counting import Counters
+from .detokenizer import Detokenizer
+from .errors import InvalidRequest
+from .loading import load_model
+from .model import Forward, Model
+from .outputs import Event, FinishEvent, FinishReason, Handle, Output, TokenEvent
+from .params import SamplingParams
+from .plan import Entry, StepPlan
+from .prompts import token_ids_of
+from .record import Recorder
+from .runner import Runner
+from .sampler import History, Sampled, sample
+from .scheduler import Scheduler
+from .sequence import Sequence, TokenArray
+from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counts since the start (`counters`), what lives now, and the cache's own counts."""
+
+    counters: Counters
+    num_running: int
+    num_waiting: int
+    cache: CacheStats
+
+
+class Engine:
+    """Generates for many requests at once over shared, paged KV.
+
+    `model` is the name or path of a model (loaded in `dtype` on `device`, with its tokenizer) or an object that
+    implements `Model`, then with its `tokenizer` where prompts or outputs are text. Further settings: `EngineConfig`.
+    Not thread-safe; a caller with threads gives the engine one of its own.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Model = "smollm2-135m",
+        *,
+        tokenizer: Tokenizer | None = None,
+        dtype: str = "float32",
+        device: str = "cpu",
+        **settings: Any,
+    ) -> None:
+        config = EngineConfig.of(settings)
+        self.model: Model
+        self.tokenizer: Tokenizer | None
+        if isinstance(model, (str, Path)):
+            self.model, self.tokenizer = load_model(model, dtype=dtype, device=device)
+        else:
+            self.model, self.tokenizer = model, tokenizer
+        num_pages = config.pages_for(self.model.page_bytes(config.page_size))
+        self.config = replace(config, num_pages=num_pages)
+        try:
+            self.model.allocate(num_pages, config.page_size)
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            raise InvalidRequest(f"kv_memory: a pool of {num_pages} pages cannot be allocated: {error}") from error
+        self._cache = RadixCache(num_pages=num_pages, page_size=config.page_size, on_free=self._on_free)
+        self._runner = Runner(self.model, self._cache, poison=config.poison)
+        self._counters = Counters()
+        self._scheduler = Scheduler(self._cache, self.config, self._counters)
+        self._live: dict[int, Sequence] = {}
+        self._num_submitted = 0
+        self._events: list[Event] = []
+        self._freed: list[int] = []  # since the last step, for the record
+        self._closed = False
+        self._recorder = Recorder(config.record)
+        self._recorder.start(self.model, self.config)
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def submit(self, prompt: str | list[int], params: SamplingParams | None = None, namespace: str = "") -> Handle:
+        """Queue one request; its events come from the steps that follow. InvalidRequest if it can never run."""
+        self._require_open()
+        params = params if params is not None else SamplingParams()
+        tokens = token_ids_of(prompt, self.model, self.tokenizer)
+        max_len = self._max_len(len(tokens), params)
+        handle = Handle(self._num_submitted)
+        self._recorder.write("submit", tokens=tokens.tolist(), params=params.to_dict(), namespace=namespace)
+        self._start(
+            Sequence(
+                handle=handle,
+                params=params,
+                namespace=namespace,
+                seed=(params.seed,) if params.seed is not None else (self.config.seed, handle.number),
+                path=(0,),
+                prompt_len=len(tokens),
+                output_start=len(tokens),
+                limits_start=len(tokens),
+                max_len=max_len,
+                history=History(tokens),
+                detokenizer=self._detokenizer(tokens, params),
+                _buffer=tokens,
+                num_tokens=len(tokens),
+            )
+        )
+        return handle
+
+    def fork(self, handle: Handle, n: int = 1, params: SamplingParams | None = None) -> list[Handle]:
+        """n new requests that own the tokens committed so far; their events start after them.
+
+        Where the parent holds pages they are shared, O(pages) and no copy; where it waits, the children wait too and
+        share its rows when they run. Without `params` a child keeps the parent's, limits included; its draws differ
+        from the parent's and from the other children's either way. InvalidRequest if the parent has ended.
+        """
+        parent = self._live_sequence(handle)
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise InvalidRequest(f"n: {n!r} given, an integer of at least 1 is needed")
+        if params is not None:
+            self._max_len(parent.num_tokens, params)
+        self._recorder.write("fork", parent=handle.number, n=n, params=params.to_dict() if params else None)
+        children = []
+        for _ in range(n):
+            children.append(Handle(self._num_submitted))
+            self._start(self._child(parent, children[-1], params))
+            parent.num_forks += 1
+        return children
+
+    def abort(self, handle: Handle) -> None:
+        """End a request in whatever state; its FinishEvent comes with the next step. Once it has ended, a no-op."""
+        if not 0 <= handle.number < self._num_submitted:
+            raise InvalidRequest(f"handle: request {handle.number} was never submitted to this engine")
+        self._recorder.write("abort", number=handle.number)
+        if handle.number in self._live:
+            self._finish(self._live[handle.number], "abort")
+
+    def generate(
+        self,
+        prompts: str | list[str] | list[list[int]],
+        params: SamplingParams | None = None,
+        namespace: str = "",
+    ) -> list[Output]:
+        """Run prompts together to their end; one Output each, in order. Events of other requests wait for `step`."""
+        many: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not many or any(isinstance(prompt, (int, np.integer)) for prompt in many):
+            raise InvalidRequest("prompts: a text, a list of texts or a list of token id lists is needed")
+        handles: list[Handle] = []
+        try:
+            for prompt in many:
+                handles.append(self.submit(prompt, params, namespace))
+            outputs = {e.handle: e.output for e in self._drive(handles) if isinstance(e, FinishEvent)}
+        except BaseException:
+            self._drop(handles)
+            raise
+        return [outputs[handle] for handle in handles]
+
+    def stream(
+        self, prompt: str | list[int], params: SamplingParams | None = None, namespace: str = ""
+    ) -> Iterator[Event]:
+        """The events of one request as they come, its FinishEvent last. Leaving the iterator early aborts it."""
+        handle = self.submit(prompt, params, namespace)
+        try:
+            yield from self._drive([handle])
+        finally:
+            self._drop([handle])
+
+    # -- the step -------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """Run the model once for whatever waits or runs; the events since the last step, in order."""
+        self._require_open()
+        plan = self._scheduler.plan()
+        if plan.entries:
+            forward = self._run(plan)
+            if forward is not None:
+                self._commit(plan, forward)
+        events, self._events = self._events, []
+        return events
+
+    def _run(self, plan: StepPlan) -> Forward | None:
+        """What the model gave; None where the step failed: its requests then run one by one, and one alone ends."""
+        try:
+            return self._runner.run(plan)
+        except Exception as error:  # whatever the device raises must not take the other requests along
+            self._scheduler.isolate(plan)
+            if len(plan.entries) == 1:
+                self._finish(plan.entries[0].sequence, "error", f"the model failed: {error}")
+            return None
+
+    def _commit(self, plan: StepPlan, forward: Forward) -> None:
+        """Charge, publish, sample and append what the step computed; a request with a NaN ends alone."""
+        self._counters.add_step(plan)
+        sound = []
+        for entry in plan.entries:
+            if entry.sequence in self._scheduler.isolated:
+                self._scheduler.isolated.remove(entry.sequence)
+            if not forward.finite[entry.rows].all():
+                self._cache.truncate(entry.table, entry.start)
+                self._finish(entry.sequence, "error", "the model's hidden states or logits hold NaN or infinity")
+                continue
+            if self.config.prefix_cache:
+                self._cache.publish(entry.table)
+            if entry.samples:
+                sound.append(entry)
+        sampled = self._sample(plan, sound, forward)
+        self._recorder.step(plan, [token.token_id for token in sampled], self._freed)
+        self._freed.clear()
+        for entry, token in zip(sound, sampled, strict=True):
+            self._append(entry.sequence, token)
+
+    def _sample(self, plan: StepPlan, entries: list[Entry], forward: Forward) -> list[Sampled]:
+        if not entries:
+            return []
+        index = np.searchsorted(plan.logit_rows, [entry.rows[-1] for entry in entries])
+        rows = [entry.sequence.sampler_row(self.model.eos_token_ids) for entry in entries]
+        return sample(forward.logits[torch.from_numpy(index)], rows)
+
+    def _append(self, sequence: Sequence, sampled: Sampled) -> None:
+        """Commit one sampled token, tell of it, and end the request where it was the last."""
+        token_id = sampled.token_id
+        sequence.append(token_id)
+        ends = token_id in sequence.params.ending_token_ids(self.model.eos_token_ids)
+        text = sequence.detokenizer.add(token_id) if sequence.detokenizer is not None and not ends else ""
+        sequence.note(text, sampled.logprobs)
+        self._events.append(
+            TokenEvent(handle=sequence.handle, choice=0, token_id=token_id, text=text, logprobs=sampled.logprobs)
+        )
+        if ends or (sequence.detokenizer is not None and sequence.detokenizer.stopped is not None):
+            self._finish(sequence, "stop")
+        elif sequence.num_tokens >= sequence.max_len:
+            self._finish(sequence, "length")
+
+    # -- beginnings and ends --------------------------------------------------------------------------------------
+
+    def _start(self, sequence: Sequence) -> None:
+        self._num_submitted += 1
+        self._live[sequence.number] = sequence
+        self._scheduler.enqueue(sequence)
+
+    def _child(self, parent: Sequence, handle: Handle, params: SamplingParams | None) -> Sequence:
+        """A sequence that goes on from the parent's committed tokens under a handle of its own."""
+        child = parent.branch(handle, parent.params if params is None else params)
+        if params is not None:
+            child.limits_start = child.num_tokens
+            child.max_len = self._max_len(child.num_tokens, params)
+            child.detokenizer = self._detokenizer(child.tokens, params)
+            if params.seed is not None:
+                child.seed = (params.seed,)
+        if parent.table is not None:
+            child.table = self._cache.fork(parent.table, f"request {handle.number}")
+            self._counters.add_cached(child, child.table.seq_len)
+        return child
+
+    def _detokenizer(self, tokens: TokenArray, params: SamplingParams) -> Detokenizer | None:
+        if self.tokenizer is None:
+            return None
+        return Detokenizer(self.tokenizer, params.stop, tokens.tolist(), min_tokens=params.min_tokens)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        """The one way a request ends: what it has computed stays in the cache, everything else is given back."""
+        if sequence.table is not None and self.config.prefix_cache and reason != "error":
+            self._cache.publish(sequence.table, tail=True)
+        self._scheduler.remove(sequence)
+        del self._live[sequence.number]
+        text = sequence.detokenizer.flush() if sequence.detokenizer is not None else ""
+        sequence.note(text, None)
+        self._events.append(FinishEvent(handle=sequence.handle, text=text, output=sequence.output(reason, error)))
+
+    def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
+        """Tokens at which a request ends with "length"; InvalidRequest where this engine could never run it."""
+        params.check_against(
+            self.model.vocab_size, has_text=self.tokenizer is not None, eos_token_ids=self.model.eos_token_ids
+        )
+        context_len = self.model.context_len
+        if prompt_len > context_len:
+            raise InvalidRequest(f"prompt: {prompt_len} tokens given, the model's context holds {context_len}")
+        max_len = min(prompt_len + params.max_tokens, context_len + 1)
+        pool_len = self._cache.num_pages * self._cache.page_size
+        if max_len - 1 > pool_len:  # the last token is never fed
+            raise InvalidRequest(
+                f"prompt and max_tokens: {prompt_len} + {max_len - prompt_len} tokens given, the pool holds "
+                f"{pool_len}; give a shorter prompt, a smaller max_tokens or an engine with more kv_memory"
+            )
+        return max_len
+
+    def _drive(self, handles: list[Handle]) -> Iterator[Event]:
+        """Step until these requests have ended, yielding their events; those of others are kept for `step`."""
+        unfinished = set(handles)
+        while unfinished:
+            events = self.step()
+            self._events = [event for event in events if event.handle not in unfinished]
+            for event in [event for event in events if event.handle in unfinished]:
+                if isinstance(event, FinishEvent):
+                    unfinished.remove(event.handle)
+                yield event
+
+    def _drop(self, handles: list[Handle]) -> None:
+        """Abort what still lives of these requests and forget their events: nobody is left to read them."""
+        for handle in handles:
+            if handle.number in self._live:
+                self.abort(handle)
+        self._events = [event for event in self._events if event.handle not in handles]
+
+    def _live_sequence(self, handle: Handle) -> Sequence:
+        self._require_open()
+        if handle.number not in self._live:
+            known = "has ended" if 0 <= handle.number < self._num_submitted else "was never submitted to this engine"
+            raise InvalidRequest(f"handle: request {handle.number} {known}; a live one is needed")
+        return self._live[handle.number]
+
+    # -- the engine as a whole ------------------------------------------------------------------------------------
+
+    def explain(self, prompt: str | list[int], namespace: str = "") -> Explanation:
+        """What the cache has of a prompt, where and from which request it diverges, what evicted the rest."""
+        return self._cache.explain(token_ids_of(prompt, self.model, self.tokenizer), namespace)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            counters=replace(self._counters),
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            cache=self._cache.stats(),
+        )
+
+    def check(self) -> None:
+        """The whole-state audit: pages, nodes, tables and queues from scratch. Raises if anything is off."""
+        self._cache.check()
+        self._scheduler.check()
+        if self._cache.stats().num_tables != len(self._scheduler.running):
+            raise BrokenInvariant(f"{self._cache.stats().num_tables} tables live, {len(self._scheduler.running)} run")
+
+    def reset_cache(self) -> None:
+        """Forget every cached page. LiveTables while a request holds pages."""
+        self._require_open()
+        self._recorder.write("reset")
+        self._cache.reset()
+
+    def close(self) -> None:
+        """Abort what lives and give the engine up. Closing twice is fine."""
+        if not self._closed:
+            self._drop([Handle(number) for number in list(self._live)])
+            self._recorder.close()
+            self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise InvalidRequest("engine: it was closed; make a new one")
+
+    def _on_free(self, page_ids: npt.NDArray[np.int32]) -> None:
+        self._freed.extend(page_ids.tolist())
+        self._runner.forget(page_ids)

@@ -1,0 +1,139 @@
+"""A run on paper: what was submitted, planned, drawn and freed, one JSON object a line; and the rerun that compares.
+
+Knows nothing of how an engine decides. Token ids are kept, text is not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .config import EngineConfig
+from .errors import InvalidRequest
+from .loading import load_model
+from .model import Model
+from .outputs import Handle
+from .params import SamplingParams
+from .plan import StepPlan
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+_VERSION = 1
+Line = dict[str, Any]
+Sink = Callable[[Line], None]
+
+
+class Recorder:
+    """Writes an engine's lines to a file, to a function, or nowhere."""
+
+    def __init__(self, target: str | Path | Sink | None) -> None:
+        self._file = open(target, "w", encoding="utf-8") if isinstance(target, (str, Path)) else None  # noqa: SIM115
+        self._sink: Sink | None = target if callable(target) else None
+
+    def start(self, model: Model, config: EngineConfig) -> None:
+        settings = {name: value for name, value in asdict(config).items() if name not in ("record", "kv_memory")}
+        self.write("engine", version=_VERSION, model=model.spec, settings=settings)
+
+    def write(self, op: str, **fields: Any) -> None:
+        """One line, on disk when this returns: a crash keeps all that led to it."""
+        if self._file is not None:
+            self._file.write(json.dumps({"op": op, **fields}) + "\n")
+            self._file.flush()
+        if self._sink is not None:
+            self._sink({"op": op, **fields})
+
+    def step(self, plan: StepPlan, drawn: list[int], freed: list[int]) -> None:
+        """What was planned (`[number, start, own_start, stop]` each), drawn, and freed since the last step."""
+        entries = [[e.sequence.number, e.start, e.own_start, e.stop] for e in plan.entries]
+        self.write("step", entries=entries, drawn=drawn, freed=list(freed))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """How far a rerun agreed: lines compared, and the first difference where there was one."""
+
+    num_lines: int
+    num_steps: int
+    difference: str | None
+
+
+def replay(path: str | Path, model: Model | None = None) -> Replay:
+    """Run a record again with `check()` after each line; stops at the first difference.
+
+    `model` stands in for the one that the record names. InvalidRequest where the file is no record.
+    """
+    from .engine import Engine  # the engine writes records, so it imports this module
+
+    lines = _lines(Path(path))
+    head = next(lines, {})
+    if head.get("op") != "engine" or head.get("version") != _VERSION or not isinstance(head.get("settings"), dict):
+        raise InvalidRequest(f"record: {path} does not start with an engine line of version {_VERSION}")
+    seen: list[Line] = []
+    settings = {**head["settings"], "record": lambda line: seen.append(json.loads(json.dumps(line)))}
+    num_lines = num_steps = 0
+    with Engine(model if model is not None else _model_of(head.get("model")), **settings) as engine:
+        seen.clear()
+        for number, line in enumerate(lines, 2):
+            num_lines, num_steps = num_lines + 1, num_steps + (line["op"] == "step")
+            try:
+                _apply(engine, line, seen)
+                engine.check()
+            except Exception as error:
+                return Replay(num_lines=num_lines, num_steps=num_steps, difference=f"line {number}: {error!r}")
+            if seen[:1] != [line]:
+                difference = (
+                    f"line {number}: recorded {json.dumps(line)}, now {json.dumps(seen[0]) if seen else 'nothing'}"
+                )
+                return Replay(num_lines=num_lines, num_steps=num_steps, difference=difference)
+            del seen[0]
+    return Replay(num_lines=num_lines, num_steps=num_steps, difference=None)
+
+
+def _apply(engine: Engine, line: Line, seen: list[Line]) -> None:
+    """Do again what a line says was done, unless an earlier line has brought it about."""
+    if seen:
+        return
+    match line["op"]:
+        case "submit":
+            engine.submit(line["tokens"], SamplingParams(**line["params"]), line["namespace"])
+        case "fork":
+            params = SamplingParams(**line["params"]) if line["params"] is not None else None
+            engine.fork(Handle(line["parent"]), line["n"], params)
+        case "abort":
+            engine.abort(Handle(line["number"]))
+        case "reset":
+            engine.reset_cache()
+        case "step":
+            engine.step()
+
+
+def _lines(path: Path) -> Iterator[Line]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, 1):
+                line = json.loads(text)
+                if not isinstance(line, dict) or "op" not in line:
+                    raise InvalidRequest(f"record: line {number} of {path} is no record line")
+                yield line
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InvalidRequest(f"record: {path} cannot be read as JSON lines: {error}") from error
+
+
+def _model_of(spec: Any) -> Model:
+    """The model that a record names, built anew."""
+    match spec:
+        case {"kind": "hash", "vocab": int(vocab), "context": int(context), "eos": list(eos)}:
+            from .testing import HashModel  # tests only: product code does not load it otherwise
+
+            return HashModel(vocab=vocab, context=context, eos=frozenset(eos))
+        case {"kind": "transformers", "name": str(name), "dtype": str(dtype), "device": str(device)}:
+            return load_model(name, dtype=dtype, device=device)[0]
+    raise InvalidRequest(f"record: names no model that can be built again: {spec!r}")

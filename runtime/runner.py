@@ -1,0 +1,66 @@
+"""Runs a planned step on the model: page copies, then the forward pass, and back out where either fails.
+
+Knows nothing of queues, sampling or events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from radixrt.radix import RadixCache
+
+from .batch import IntArray
+from .model import Forward, Model
+from .plan import StepPlan
+
+
+class Runner:
+    """The model, its pool allocated, and the cache that owns its pages. With `poison`, dead content ruins readers."""
+
+    def __init__(self, model: Model, cache: RadixCache, *, poison: bool) -> None:
+        self._model = model
+        self._cache = cache
+        self._poison = poison
+        self.forget(np.arange(cache.num_pages + 1))
+
+    def run(self, plan: StepPlan) -> Forward:
+        """Run a step. If it fails its rows are withdrawn, every table is as before, and what was raised goes on."""
+        try:
+            self._copy(plan)
+            return self._model.forward(plan.batch())
+        except BaseException:
+            self._withdraw(plan)
+            raise
+
+    def forget(self, page_ids: npt.NDArray[np.integer]) -> None:
+        """The content of these pages is dead."""
+        if self._poison:
+            size = self._cache.page_size
+            self._model.poison_slots((page_ids[:, None] * size + np.arange(size)).ravel())
+
+    def _copy(self, plan: StepPlan) -> None:
+        """All page copies of a step in one call; what they hold is given back whether or not it succeeds."""
+        copies = [copy for entry in plan.entries for copy in entry.write.copies]
+        try:
+            if copies:
+                self._model.copy_pages(_ids(c.src for c in copies), _ids(c.dst for c in copies))
+                if self._poison:
+                    size = self._cache.page_size
+                    tails = [np.arange(c.dst * size + c.num_tokens, (c.dst + 1) * size) for c in copies]
+                    self._model.poison_slots(np.concatenate(tails))
+        finally:
+            for entry in plan.entries:
+                self._cache.copies_done(entry.write)
+
+    def _withdraw(self, plan: StepPlan) -> None:
+        """Take back the rows of a step that did not run; a page whose copy may be missing goes with them."""
+        for entry in plan.entries:
+            kept = entry.start if not entry.write.copies else entry.start - entry.start % self._cache.page_size
+            self._cache.truncate(entry.table, kept)
+
+
+def _ids(pages: Iterable[int]) -> IntArray:
+    return np.fromiter(pages, dtype=np.int64)

@@ -1,0 +1,244 @@
+"""Who computes what in the next step: queues, admission, the token budget, and preemption when pages run short.
+
+Knows nothing of models, sampling or text. Its decisions depend on tokens and counts alone, never on a clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from radixrt.radix import Match, RadixCache
+
+from .config import EngineConfig
+from .counting import Counters
+from .plan import Leader, StepPlan
+from .sequence import Sequence, TokenArray
+
+_ADMISSION_WINDOW = 256  # waiting requests compared per step; bounds the look-ups, ageing brings every one into it
+
+
+class Scheduler:
+    """Waiting and running sequences of one engine, and the cache that holds their pages.
+
+    Progress: the oldest running sequence is never preempted, every younger one can be, and what could never fit alone
+    was refused at submit; so each step computes at least one row while anything runs or waits.
+    """
+
+    def __init__(self, cache: RadixCache, config: EngineConfig, counters: Counters) -> None:
+        self.cache = cache
+        self.counters = counters
+        self.config = config
+        self.waiting: list[Sequence] = []  # by number
+        self.running: list[Sequence] = []  # by number
+        self.isolated: list[Sequence] = []  # were in a step that failed: each runs alone until one step succeeds
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Let a new sequence wait, or run at once where it already holds pages (a fork)."""
+        _insert(self.waiting if sequence.table is None else self.running, sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence that ended, in whatever state, and close its table."""
+        for queue in (self.waiting, self.running, self.isolated):
+            if sequence in queue:
+                queue.remove(sequence)
+        if sequence.table is not None:
+            self.cache.close(sequence.table)
+            sequence.table = None
+
+    def plan(self) -> StepPlan:
+        """The next step: decode rows, then prompts under way, then new requests, up to the token budget.
+
+        Afterwards every planned sequence has its pages, and neither it nor what it reads is given away before the
+        step has run. Empty where nothing runs or waits.
+        """
+        plan = StepPlan(page_size=self.config.page_size)
+        self._plan_alone(plan)
+        if plan.entries:
+            return plan
+        for sequence in [s for s in self.running if s.is_decoding]:
+            self._schedule(plan, sequence)
+        for sequence in [s for s in self.running if not s.is_decoding]:
+            if sequence.table is not None:  # not preempted just now
+                self._catch_up(sequence)
+                self._schedule(plan, sequence)
+        self._admit(plan)
+        return plan
+
+    def isolate(self, plan: StepPlan) -> None:
+        """After a failed step: its sequences run one by one until each has succeeded or failed alone."""
+        self.isolated = [entry.sequence for entry in plan.entries]
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's pages; it waits, and recomputes what the cache has lost when it runs again."""
+        assert sequence.table is not None
+        if self.config.prefix_cache:
+            self.cache.publish(sequence.table, tail=True)
+        self.cache.close(sequence.table)
+        sequence.table = None
+        self.running.remove(sequence)
+        _insert(self.waiting, sequence)
+        self.counters.preemptions += 1
+
+    # -- one sequence ---------------------------------------------------------------------------------------------
+
+    def _plan_alone(self, plan: StepPlan) -> None:
+        """Plan the first isolated sequence that has room; it leaves the list when its step has succeeded."""
+        for sequence in self.isolated:
+            if self._schedule(plan, sequence) if sequence.table is not None else self._try_admit(plan, sequence):
+                return
+
+    def _schedule(self, plan: StepPlan, sequence: Sequence) -> bool:
+        """Add as many of the sequence's next positions as rows are free or shared; False where that is none."""
+        if sequence.table is None:
+            return False
+        leader = self._leader(plan, sequence)
+        stop = self._stop(plan, sequence, leader)
+        start = sequence.computed_len
+        if stop == start:
+            return False
+        tokens = sequence.tokens[start:stop]
+        ahead = leader.entry.sequence.table if leader is not None else None
+        shared_len = min(leader.shared_stop, stop) if leader is not None else 0
+        while (write := self.cache.extend(sequence.table, tokens, leader=ahead, shared_len=shared_len)) is None:
+            if not self._make_room(plan, sequence):
+                return False
+            if sequence.computed_len != start:  # its borrowed tail was given up: plan it anew
+                return self._schedule(plan, sequence)
+        plan.add(sequence, write, leader)
+        return True
+
+    def _stop(self, plan: StepPlan, sequence: Sequence, leader: Leader | None) -> int:
+        """Where the sequence's rows of this step end: all shared ones, and own ones up to budget and chunk."""
+        own_start = sequence.computed_len
+        if leader is not None:
+            own_start = min(leader.shared_stop, sequence.num_tokens)
+            if leader.entry.stop < leader.agreed:
+                return own_start  # the leader goes on with tokens of ours in a later step: stay beside it
+        num_own = min(self.config.token_budget - plan.num_rows, self.config.prefill_chunk or sequence.num_tokens)
+        return min(own_start + max(0, num_own), sequence.num_tokens)
+
+    def _leader(self, plan: StepPlan, sequence: Sequence) -> Leader | None:
+        if not self.config.prefix_cache or sequence.is_decoding or sequence.table is None:
+            return None
+        table = sequence.table
+        return plan.leader(sequence.namespace, table.seq_len, table.page_ids, sequence.tokens)
+
+    def _catch_up(self, sequence: Sequence) -> None:
+        """Where others have meanwhile computed more of a prompt under way, take theirs."""
+        if not self.config.prefix_cache or sequence.table is None:
+            return
+        known = self._known(sequence)
+        if self.cache.peek(known, sequence.namespace) > sequence.computed_len:
+            ahead = self.cache.open(known, sequence.namespace, sequence.table.label)
+            self.cache.close(sequence.table)
+            sequence.table = ahead
+            self.counters.add_cached(sequence, ahead.seq_len)
+
+    def _make_room(self, plan: StepPlan, sequence: Sequence) -> bool:
+        """Free pages for a sequence that eviction alone could not serve; False where it has to sit this step out."""
+        younger = [s for s in self.running if s.number > sequence.number and s not in plan]
+        if younger:
+            self.preempt(younger[-1])
+            return True
+        alone = not plan.entries and self.running[:1] == [sequence]
+        assert sequence.table is not None
+        full_len = sequence.computed_len - sequence.computed_len % self.config.page_size
+        if alone and full_len < sequence.computed_len:
+            self.cache.truncate(sequence.table, full_len)  # copying its borrowed tail takes a page more than it needs
+            return True
+        return False
+
+    # -- admission ------------------------------------------------------------------------------------------------
+
+    def _admit(self, plan: StepPlan) -> None:
+        """Start waiting sequences in order while they fit; the first that does not fit ends it."""
+        if not self.waiting or len(self.running) >= self.config.max_running:
+            return
+        for sequence in self._admission_order():
+            if len(self.running) >= self.config.max_running:
+                return
+            if plan.num_rows >= self.config.token_budget and self._shared_len(plan, sequence) == 0:
+                continue  # no row left for it, but one that shares rows may still ride along
+            if not self._try_admit(plan, sequence):
+                return
+
+    def _admission_order(self) -> list[Sequence]:
+        """Preempted first, then those overtaken often enough, then by the longest cached prefix; ties by number."""
+        window = self.waiting[:_ADMISSION_WINDOW]
+
+        def key(sequence: Sequence) -> tuple[int, int, int]:
+            if sequence.was_preempted:
+                return 0, 0, sequence.number
+            if sequence.bypassed >= self.config.max_bypass or not self.config.prefix_cache:
+                return 1, 0, sequence.number
+            return 2, -self.cache.peek(sequence.tokens, sequence.namespace), sequence.number
+
+        return sorted(window, key=key)
+
+    def _try_admit(self, plan: StepPlan, sequence: Sequence) -> bool:
+        """Open and plan a waiting sequence if its prompt fits; otherwise nothing has changed."""
+        match = self._match(sequence)
+        if self.running and not self._fits(plan, sequence, match):
+            return False
+        known_len = self.cache.peek(sequence.tokens, sequence.namespace) if self.config.prefix_cache else 0
+        sequence.table = self.cache.open(self._known(sequence), sequence.namespace, f"request {sequence.number}")
+        self.waiting.remove(sequence)
+        _insert(self.running, sequence)
+        if not self._schedule(plan, sequence):
+            self.cache.close(sequence.table)
+            sequence.table = None
+            self.running.remove(sequence)
+            _insert(self.waiting, sequence)
+            return False
+        sequence.known_len = known_len
+        self.counters.add_cached(sequence, match.length)
+        for other in itertools.takewhile(lambda other: other.number < sequence.number, self.waiting):
+            other.bypassed += 1
+        return True
+
+    def _known(self, sequence: Sequence) -> TokenArray:
+        """What the cache may serve: all but the last token, whose row must run for its logits."""
+        return sequence.tokens[: -1 if self.config.prefix_cache else 0]
+
+    def _match(self, sequence: Sequence) -> Match:
+        return self.cache.match(self._known(sequence), sequence.namespace)
+
+    def _shared_len(self, plan: StepPlan, sequence: Sequence) -> int:
+        """Tokens of the sequence that are rows of this step already, counted from 0; 0 where there are none."""
+        if not self.config.prefix_cache:
+            return 0
+        match = self._match(sequence)
+        leader = plan.leader(sequence.namespace, match.length, match.page_ids, sequence.tokens)
+        return leader.agreed if leader is not None else 0
+
+    def _fits(self, plan: StepPlan, sequence: Sequence, match: Match) -> bool:
+        """Pages for the rest of the prompt, over the watermark and what the oldest running one still needs."""
+        size = self.config.page_size
+        shared = max(match.length, self._shared_len(plan, sequence))
+        needed = -(-sequence.num_tokens // size) - shared // size
+        watermark = max(1, self.cache.num_pages // 100)
+        oldest = self.running[0]
+        assert oldest.table is not None
+        reserved = max(0, -(-oldest.max_len // size) - len(oldest.table.page_ids))
+        kept = int(np.count_nonzero(self.cache.pool.refs[match.page_ids] == 1))  # evictable until it is opened
+        return needed + watermark + reserved <= self.cache.num_free + self.cache.num_evictable - kept
+
+    def check(self) -> None:
+        """Every sequence is in one queue; those that run hold a table, those that wait hold none."""
+        queued = self.waiting + self.running
+        assert len({s.number for s in queued}) == len(queued), "a sequence is queued twice"
+        assert all(s.table is None for s in self.waiting), "a waiting sequence holds pages"
+        assert all(s.table is not None and not s.table.closed for s in self.running), "a running sequence holds none"
+        for queue in (self.waiting, self.running):
+            assert [s.number for s in queue] == sorted(s.number for s in queue), "a queue is out of order"
+        assert all(s in queued for s in self.isolated), "an ended sequence is kept for a rerun"
+
+
+def _insert(queue: list[Sequence], sequence: Sequence) -> None:
+    """Put a sequence into a queue kept by number. O(n) in the queue."""
+    at = len(queue)
+    while at > 0 and queue[at - 1].number > sequence.number:
+        at -= 1
+    queue.insert(at, sequence)

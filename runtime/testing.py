@@ -1,0 +1,138 @@
+"""A model without numerics for tests: `HashModel`, whose next token is a hash of what it reads through the pages.
+
+Any wrong, stale or misplaced page becomes another token, in milliseconds and exactly. Knows nothing of scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .batch import Batch, IntArray
+from .model import Forward
+
+_Words = npt.NDArray[np.uint64]
+_POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
+
+
+@dataclass(slots=True, kw_only=True)
+class HashModel:
+    """A `Model` of two layers. Slots of the first hold a hash of (token, position, namespace), those of the second a
+    hash of everything their row read in the first: a page reused under a wrong parent is seen although its own tokens
+    are right. Logits are a hash of everything read in the second.
+
+    `before_forward` may raise, as a failing device would; `finite` marks rows (`[T]` bool) that came out as NaN.
+    """
+
+    vocab: int = 1000
+    context: int = 1 << 20
+    eos: frozenset[int] = frozenset()
+    before_forward: Callable[[Batch], None] | None = None
+    finite: Callable[[Batch], npt.NDArray[np.bool_]] | None = None
+    _layers: list[_Words] = field(default_factory=list)
+    _page_size: int = 0
+
+    @property
+    def vocab_size(self) -> int:
+        return self.vocab
+
+    @property
+    def context_len(self) -> int:
+        return self.context
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self.eos
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "hash", "vocab": self.vocab, "context": self.context, "eos": sorted(self.eos)}
+
+    def describe(self) -> dict[str, str]:
+        return {"model": "hash model", "attention": "reads the whole path through the page table"}
+
+    def page_bytes(self, page_size: int) -> int:
+        return 16 * page_size
+
+    def allocate(self, num_pages: int, page_size: int) -> None:
+        self._page_size = page_size
+        self._layers = [np.full((num_pages + 1) * page_size, _POISON) for _ in range(2)]
+
+    def copy_pages(self, src: IntArray, dst: IntArray) -> None:
+        for layer in self._layers:
+            pages = layer.reshape(-1, self._page_size)
+            pages[dst] = pages[src]
+
+    def poison_slots(self, slots: IntArray) -> None:
+        for layer in self._layers:
+            layer[slots] = _POISON
+
+    def forward(self, batch: Batch) -> Forward:
+        if self.before_forward is not None:
+            self.before_forward(batch)
+        values = np.empty(batch.num_rows, dtype=np.uint64)
+        for first, stop, _, namespace in self._segments(batch):
+            salt = np.frombuffer(blake2b(namespace.encode(), digest_size=8).digest(), dtype=np.uint64)
+            values[first:stop] = _mix(batch.token_ids[first:stop].astype(np.uint64) ^ salt)
+        values = _mix(values + batch.positions.astype(np.uint64))
+        for layer in self._layers:
+            layer[batch.write_slots] = values[batch.write_rows]
+            values = self._read(batch, layer)
+        finite = self.finite(batch) if self.finite is not None else np.ones(batch.num_rows, dtype=np.bool_)
+        return Forward(logits=torch.from_numpy(self._logits(values[batch.logit_rows])), finite=finite)
+
+    def _segments(self, batch: Batch) -> list[tuple[int, int, IntArray, str]]:
+        """(first row, past the last row, page ids, namespace) of each segment."""
+        rows, pages = batch.row_indptr.tolist(), batch.page_indptr.tolist()
+        return [
+            (rows[s], rows[s + 1], batch.page_ids[pages[s] : pages[s + 1]], batch.namespaces[s])
+            for s in range(batch.num_segments)
+        ]
+
+    def _read(self, batch: Batch, layer: _Words) -> _Words:
+        """For each row a hash of `layer` at positions `[0, its own]`, in order, through its page table."""
+        out = np.empty(batch.num_rows, dtype=np.uint64)
+        for first, stop, page_ids, _ in self._segments(batch):
+            read = layer.reshape(-1, self._page_size)[page_ids].reshape(-1)[: batch.positions[stop - 1] + 1]
+            sums = np.cumsum(_mix(read + _mix(np.arange(len(read), dtype=np.uint64))), dtype=np.uint64)
+            out[first:stop] = _mix(sums[batch.positions[first:stop]])
+        return out
+
+    def _logits(self, values: _Words) -> npt.NDArray[np.float32]:
+        """[R, vocab] in [0, 8), a hash of each value and the token id."""
+        words = _mix(values[:, None] ^ _mix(np.arange(self.vocab, dtype=np.uint64))[None, :])
+        return ((words >> np.uint64(40)) / np.float32(1 << 21)).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class ByteTokenizer:
+    """One token per UTF-8 byte: ids `[0, 256)`. Ids past that decode to nothing."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 and token_id not in self.eos_token_ids else b""
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return self.encode("".join(f"{message['role']}: {message['content']}\n" for message in messages))
+
+
+def _mix(words: _Words) -> _Words:
+    """A bijective scrambling of 64-bit words: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    with np.errstate(over="ignore"):
+        words = words + np.uint64(0x9E3779B97F4A7C15)
+        words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return words ^ (words >> np.uint64(31))
