@@ -8,9 +8,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from .checks import instance, integer, refuse
 from .errors import InvalidRequest
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +39,15 @@ class EngineConfig:
     record: str | Path | Callable[[dict[str, Any]], None] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "token_budget", "max_running"):
-            _require_positive(name, getattr(self, name))
+        for name, low in {"page_size": 1, "token_budget": 1, "max_running": 1, "max_bypass": 0, "seed": -_MAX}.items():
+            object.__setattr__(self, name, integer(name, getattr(self, name), low, _MAX))
         for name in ("num_pages", "prefill_chunk"):
             if getattr(self, name) is not None:
-                _require_positive(name, getattr(self, name))
-        if not isinstance(self.max_bypass, int) or self.max_bypass < 0:
-            raise InvalidRequest(f"max_bypass: {self.max_bypass!r} given, an integer of at least 0 is needed")
-        if not isinstance(self.seed, int):
-            raise InvalidRequest(f"seed: {self.seed!r} given, an integer is needed")
+                object.__setattr__(self, name, integer(name, getattr(self, name), 1, _MAX, or_else="None or "))
+        for name in ("prefix_cache", "poison"):
+            instance(name, getattr(self, name), bool, "True or False")
+        if self.record is not None and not isinstance(self.record, (str, Path)) and not callable(self.record):
+            refuse("record", self.record, "None, a path or a function that takes a line")
         parse_bytes(self.kv_memory)
 
     @classmethod
@@ -61,26 +63,17 @@ class EngineConfig:
         """Pages of the pool when one page takes `page_bytes`."""
         if self.num_pages is not None:
             return self.num_pages
-        memory = parse_bytes(self.kv_memory)
-        if memory < page_bytes:
-            raise InvalidRequest(
-                f"kv_memory: {self.kv_memory!r} given, one page of this model takes {page_bytes} bytes"
-            )
-        return memory // page_bytes
+        num_pages = parse_bytes(self.kv_memory) // page_bytes
+        if not 1 <= num_pages <= _MAX:
+            refuse("kv_memory", self.kv_memory, f"room for 1 to {_MAX} pages, which take {page_bytes} bytes each")
+        return num_pages
 
 
 def parse_bytes(value: int | str) -> int:
     """`512MiB`, `2 GB` or a plain number as bytes; InvalidRequest where it is neither."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", value) if isinstance(value, str) else None
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]+)\s*", value) if isinstance(value, str) else None
     if match is None or match[2].upper() not in _UNITS or float(match[1]) == 0:
-        raise InvalidRequest(
-            f'kv_memory: {value!r} given, a positive number of bytes or a text like "512MiB" is needed'
-        )
+        refuse("kv_memory", value, 'a positive number of bytes or a text like "512MiB"')
     return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def _require_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidRequest(f"{name}: {value!r} given, an integer of at least 1 is needed")

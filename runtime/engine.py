@@ -5,7 +5,7 @@ Knows nothing of sockets, threads or clocks. One step is: plan, run, commit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ import torch
 
 from radixrt.radix import BrokenInvariant, CacheStats, Explanation, RadixCache
 
+from .checks import instance, integer, refuse
 from .config import EngineConfig
 from .counting import Counters
 from .detokenizer import Detokenizer
@@ -26,13 +27,15 @@ from .model import Forward, Model
 from .outputs import Event, FinishEvent, FinishReason, Handle, Output, TokenEvent
 from .params import SamplingParams
 from .plan import Entry, StepPlan
-from .prompts import token_ids_of
+from .prompts import checked_namespace, prompts_of, token_ids_of
 from .record import Recorder
 from .runner import Runner
 from .sampler import History, Sampled, sample
 from .scheduler import Scheduler
 from .sequence import Sequence, TokenArray
 from .tokenizer import Tokenizer
+
+MAX_FORKS = 4096  # in one call: a typing error should not fill the memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +70,10 @@ class Engine:
         self.tokenizer: Tokenizer | None
         if isinstance(model, (str, Path)):
             self.model, self.tokenizer = load_model(model, dtype=dtype, device=device)
-        else:
+        elif hasattr(model, "forward"):
             self.model, self.tokenizer = model, tokenizer
+        else:
+            refuse("model", model, "a name, a path or an object that implements Model")
         num_pages = config.pages_for(self.model.page_bytes(config.page_size))
         self.config = replace(config, num_pages=num_pages)
         try:
@@ -82,6 +87,7 @@ class Engine:
         self._live: dict[int, Sequence] = {}
         self._num_submitted = 0
         self._events: list[Event] = []
+        self._claimed: set[Handle] = set()  # whose events `generate` and `stream` read, not `step`
         self._freed: list[int] = []  # since the last step, for the record
         self._closed = False
         self._recorder = Recorder(config.record)
@@ -93,6 +99,7 @@ class Engine:
         """Queue one request; its events come from the steps that follow. InvalidRequest if it can never run."""
         self._require_open()
         params = params if params is not None else SamplingParams()
+        namespace = checked_namespace(namespace)
         tokens = token_ids_of(prompt, self.model, self.tokenizer)
         max_len = self._max_len(len(tokens), params)
         handle = Handle(self._num_submitted)
@@ -124,8 +131,7 @@ class Engine:
         from the parent's and from the other children's either way. InvalidRequest if the parent has ended.
         """
         parent = self._live_sequence(handle)
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise InvalidRequest(f"n: {n!r} given, an integer of at least 1 is needed")
+        n = integer("n", n, 1, MAX_FORKS)
         if params is not None:
             self._max_len(parent.num_tokens, params)
         self._recorder.write("fork", parent=handle.number, n=n, params=params.to_dict() if params else None)
@@ -138,8 +144,7 @@ class Engine:
 
     def abort(self, handle: Handle) -> None:
         """End a request in whatever state; its FinishEvent comes with the next step. Once it has ended, a no-op."""
-        if not 0 <= handle.number < self._num_submitted:
-            raise InvalidRequest(f"handle: request {handle.number} was never submitted to this engine")
+        self._require_known(handle)
         self._recorder.write("abort", number=handle.number)
         if handle.number in self._live:
             self._finish(self._live[handle.number], "abort")
@@ -151,9 +156,7 @@ class Engine:
         namespace: str = "",
     ) -> list[Output]:
         """Run prompts together to their end; one Output each, in order. Events of other requests wait for `step`."""
-        many: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        if not many or any(isinstance(prompt, (int, np.integer)) for prompt in many):
-            raise InvalidRequest("prompts: a text, a list of texts or a list of token id lists is needed")
+        many = prompts_of(prompts)
         handles: list[Handle] = []
         try:
             for prompt in many:
@@ -167,8 +170,10 @@ class Engine:
     def stream(
         self, prompt: str | list[int], params: SamplingParams | None = None, namespace: str = ""
     ) -> Iterator[Event]:
-        """The events of one request as they come, its FinishEvent last. Leaving the iterator early aborts it."""
-        handle = self.submit(prompt, params, namespace)
+        """Submit now; the events of the request as they come, FinishEvent last. Leaving them early aborts it."""
+        return self._follow(self.submit(prompt, params, namespace))
+
+    def _follow(self, handle: Handle) -> Iterator[Event]:
         try:
             yield from self._drive([handle])
         finally:
@@ -178,14 +183,21 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Run the model once for whatever waits or runs; the events since the last step, in order."""
+        self._advance()
+        return self._take(lambda event: event.handle not in self._claimed)
+
+    def _advance(self) -> None:
         self._require_open()
         plan = self._scheduler.plan()
         if plan.entries:
             forward = self._run(plan)
             if forward is not None:
                 self._commit(plan, forward)
-        events, self._events = self._events, []
-        return events
+
+    def _take(self, wanted: Callable[[Event], bool]) -> list[Event]:
+        """The pending events that are wanted; the others stay."""
+        events, self._events = self._events, [event for event in self._events if not wanted(event)]
+        return [event for event in events if wanted(event)]
 
     def _run(self, plan: StepPlan) -> Forward | None:
         """What the model gave; None where the step failed: its requests then run one by one, and one alone ends."""
@@ -213,10 +225,10 @@ class Engine:
             if entry.samples:
                 sound.append(entry)
         sampled = self._sample(plan, sound, forward)
-        self._recorder.step(plan, [token.token_id for token in sampled], self._freed)
-        self._freed.clear()
         for entry, token in zip(sound, sampled, strict=True):
             self._append(entry.sequence, token)
+        freed, self._freed = self._freed, []
+        self._recorder.step(plan, [token.token_id for token in sampled], freed)
 
     def _sample(self, plan: StepPlan, entries: list[Entry], forward: Forward) -> list[Sampled]:
         if not entries:
@@ -278,7 +290,7 @@ class Engine:
 
     def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
         """Tokens at which a request ends with "length"; InvalidRequest where this engine could never run it."""
-        params.check_against(
+        instance("params", params, SamplingParams, "SamplingParams").check_against(
             self.model.vocab_size, has_text=self.tokenizer is not None, eos_token_ids=self.model.eos_token_ids
         )
         context_len = self.model.context_len
@@ -295,34 +307,45 @@ class Engine:
 
     def _drive(self, handles: list[Handle]) -> Iterator[Event]:
         """Step until these requests have ended, yielding their events; those of others are kept for `step`."""
-        unfinished = set(handles)
-        while unfinished:
-            events = self.step()
-            self._events = [event for event in events if event.handle not in unfinished]
-            for event in [event for event in events if event.handle in unfinished]:
-                if isinstance(event, FinishEvent):
-                    unfinished.remove(event.handle)
-                yield event
+        mine = set(handles)
+        num_unfinished = len(mine)
+        self._claimed |= mine
+        try:
+            while num_unfinished:
+                events = self._take(lambda event: event.handle in mine)
+                if not events:
+                    self._advance()
+                for event in events:
+                    num_unfinished -= isinstance(event, FinishEvent)
+                    yield event
+        finally:
+            self._claimed -= mine
 
     def _drop(self, handles: list[Handle]) -> None:
         """Abort what still lives of these requests and forget their events: nobody is left to read them."""
         for handle in handles:
             if handle.number in self._live:
                 self.abort(handle)
-        self._events = [event for event in self._events if event.handle not in handles]
+        self._take(lambda event: event.handle in handles)
 
     def _live_sequence(self, handle: Handle) -> Sequence:
         self._require_open()
+        self._require_known(handle)
         if handle.number not in self._live:
-            known = "has ended" if 0 <= handle.number < self._num_submitted else "was never submitted to this engine"
-            raise InvalidRequest(f"handle: request {handle.number} {known}; a live one is needed")
+            raise InvalidRequest(f"handle: request {handle.number} has ended; a live one is needed")
         return self._live[handle.number]
+
+    def _require_known(self, handle: Handle) -> None:
+        number = instance("handle", handle, Handle, "what submit or fork returned").number
+        if number not in range(self._num_submitted):
+            raise InvalidRequest(f"handle: request {number} was never submitted to this engine")
 
     # -- the engine as a whole ------------------------------------------------------------------------------------
 
     def explain(self, prompt: str | list[int], namespace: str = "") -> Explanation:
         """What the cache has of a prompt, where and from which request it diverges, what evicted the rest."""
-        return self._cache.explain(token_ids_of(prompt, self.model, self.tokenizer), namespace)
+        tokens = token_ids_of(prompt, self.model, self.tokenizer)
+        return self._cache.explain(tokens, checked_namespace(namespace))
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -342,8 +365,8 @@ class Engine:
     def reset_cache(self) -> None:
         """Forget every cached page. LiveTables while a request holds pages."""
         self._require_open()
-        self._recorder.write("reset")
         self._cache.reset()
+        self._recorder.write("reset")
 
     def close(self) -> None:
         """Abort what lives and give the engine up. Closing twice is fine."""

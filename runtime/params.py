@@ -9,10 +9,11 @@ import difflib
 import math
 import numbers
 import reprlib
-from collections.abc import Collection, Mapping, Sequence, Set, Sized
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
+from .checks import integer, refuse
 from .errors import InvalidRequest
 
 MAX_STOPS = 16
@@ -61,8 +62,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checked = {
-            "max_tokens": _integer("max_tokens", self.max_tokens, 1, MAX_TOKEN_ID),
-            "min_tokens": _integer("min_tokens", self.min_tokens, 0, MAX_TOKEN_ID),
+            "max_tokens": integer("max_tokens", self.max_tokens, 1, MAX_TOKEN_ID),
+            "min_tokens": integer("min_tokens", self.min_tokens, 0, MAX_TOKEN_ID),
             "temperature": _number("temperature", self.temperature, 0.0, math.inf, "a finite number of at least 0"),
             "top_k": _optional_integer("top_k", self.top_k, 1, MAX_TOKEN_ID),
             "top_p": _number("top_p", self.top_p, math.ulp(0.0), 1.0, "a number in (0, 1]"),
@@ -80,9 +81,9 @@ class SamplingParams:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if not isinstance(self.ignore_eos, bool):
-            _refuse("ignore_eos", self.ignore_eos, "True or False")
+            refuse("ignore_eos", self.ignore_eos, "True or False")
         if self.min_tokens > self.max_tokens:
-            _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+            refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
 
     @property
     def is_greedy(self) -> bool:
@@ -101,14 +102,14 @@ class SamplingParams:
         allowed = f"ids in [0, {vocab_size})"
         for token_id in dict(self.logit_bias):
             if token_id >= vocab_size:
-                _refuse("logit_bias", token_id, allowed)
+                refuse("logit_bias", token_id, allowed)
         for token_id in self.stop_token_ids:
             if token_id >= vocab_size:
-                _refuse("stop_token_ids", token_id, allowed)
+                refuse("stop_token_ids", token_id, allowed)
         if self.min_tokens and len(self.ending_token_ids(eos_token_ids)) >= vocab_size:
-            _refuse("min_tokens", self.min_tokens, "0 where every token ends the sequence")
+            refuse("min_tokens", self.min_tokens, "0 where every token ends the sequence")
         if self.stop and not has_text:
-            _refuse("stop", self.stop, "none where the engine has no tokenizer; use stop_token_ids")
+            refuse("stop", self.stop, "none where the engine has no tokenizer; use stop_token_ids")
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as JSON holds it; `SamplingParams(**params.to_dict()) == params`, through JSON too."""
@@ -117,31 +118,8 @@ class SamplingParams:
         return plain | {name: list(plain[name]) for name in ("stop", "stop_token_ids")}
 
 
-def _refuse(field: str, given: object, allowed: str) -> NoReturn:
-    raise InvalidRequest(f"{field}: {_show(given)} given; allowed: {allowed}")
-
-
-def _show(given: object) -> str:
-    """`given` in a few words, at a cost that does not grow with it."""
-    if isinstance(given, int) and given.bit_length() > 128:
-        return f"an integer of {given.bit_length()} bits"
-    if given is None or isinstance(given, (int, float, str)):
-        return reprlib.repr(given)
-    size = f" of {len(given)} items" if isinstance(given, Sized) else ""
-    return f"a value of type {type(given).__name__}{size}"
-
-
-def _integer(field: str, given: object, low: int, high: int, *, or_else: str = "") -> int:
-    """`given` as an int in [low, high]; numpy's integers count, bool does not."""
-    if isinstance(given, numbers.Integral) and not isinstance(given, bool):
-        given = int(given)
-        if low <= given <= high:
-            return given
-    _refuse(field, given, f"{or_else}an integer in [{low}, {high}]")
-
-
 def _optional_integer(field: str, given: object, low: int, high: int) -> int | None:
-    return None if given is None else _integer(field, given, low, high, or_else="None or ")
+    return None if given is None else integer(field, given, low, high, or_else="None or ")
 
 
 def _number(field: str, given: object, low: float, high: float, allowed: str = "") -> float:
@@ -153,23 +131,23 @@ def _number(field: str, given: object, low: float, high: float, allowed: str = "
             value = math.inf
         if low <= value <= high and math.isfinite(value):
             return value
-    _refuse(field, given, allowed or f"a number in [{low:g}, {high:g}]")
+    refuse(field, given, allowed or f"a number in [{low:g}, {high:g}]")
 
 
 def _bias_pairs(given: object) -> tuple[tuple[int, float], ...]:
     """A mapping, or pairs, as pairs sorted by id."""
     allowed = f"a mapping of at most {MAX_LOGIT_BIAS} token ids to numbers in [-100, 100]"
     if not isinstance(given, (Mapping, list, tuple)) or len(given) > MAX_LOGIT_BIAS:
-        _refuse("logit_bias", given, allowed)
+        refuse("logit_bias", given, allowed)
     pairs = list(given.items()) if isinstance(given, Mapping) else list(given)
     if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
-        _refuse("logit_bias", given, allowed)
+        refuse("logit_bias", given, allowed)
     biases = {
-        _integer("logit_bias", token_id, 0, MAX_TOKEN_ID): _number("logit_bias", bias, -100.0, 100.0)
+        integer("logit_bias", token_id, 0, MAX_TOKEN_ID): _number("logit_bias", bias, -100.0, 100.0)
         for token_id, bias in pairs
     }
     if len(biases) < len(pairs):
-        _refuse("logit_bias", given, "each token id once")
+        refuse("logit_bias", given, "each token id once")
     return tuple(sorted(biases.items()))
 
 
@@ -177,10 +155,10 @@ def _stop_strings(given: object) -> tuple[str, ...]:
     """One string or several as a tuple."""
     strings = (given,) if isinstance(given, str) else given
     if not isinstance(strings, Sequence) or isinstance(strings, (bytes, bytearray)) or len(strings) > MAX_STOPS:
-        _refuse("stop", given, f"a string or a sequence of at most {MAX_STOPS}")
+        refuse("stop", given, f"a string or a sequence of at most {MAX_STOPS}")
     for string in strings:
         if not (isinstance(string, str) and 0 < len(string) <= MAX_STOP_CHARS and _is_unicode(string)):
-            _refuse("stop", string, f"strings of 1 to {MAX_STOP_CHARS} characters without lone surrogates")
+            refuse("stop", string, f"strings of 1 to {MAX_STOP_CHARS} characters without lone surrogates")
     return tuple(strings)
 
 
@@ -191,7 +169,7 @@ def _is_unicode(text: str) -> bool:
 def _stop_token_ids(given: object) -> tuple[int, ...]:
     """Ids as a sorted tuple, each once."""
     if not isinstance(given, (Sequence, Set)) or isinstance(given, (str, bytes, bytearray)):
-        _refuse("stop_token_ids", given, "a sequence of token ids")
+        refuse("stop_token_ids", given, "a sequence of token ids")
     if len(given) > MAX_STOP_TOKEN_IDS:
-        _refuse("stop_token_ids", given, f"at most {MAX_STOP_TOKEN_IDS} ids")
-    return tuple(sorted({_integer("stop_token_ids", token_id, 0, MAX_TOKEN_ID) for token_id in given}))
+        refuse("stop_token_ids", given, f"at most {MAX_STOP_TOKEN_IDS} ids")
+    return tuple(sorted({integer("stop_token_ids", token_id, 0, MAX_TOKEN_ID) for token_id in given}))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from .config import EngineConfig
 from .errors import InvalidRequest
@@ -18,6 +18,8 @@ from .model import Model
 from .outputs import Handle
 from .params import SamplingParams
 from .plan import StepPlan
+from .testing import ByteTokenizer, HashModel
+from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -31,11 +33,12 @@ class Recorder:
     """Writes an engine's lines to a file, to a function, or nowhere."""
 
     def __init__(self, target: str | Path | Sink | None) -> None:
-        self._file = open(target, "w", encoding="utf-8") if isinstance(target, (str, Path)) else None  # noqa: SIM115
+        self._file = _open(Path(target)) if isinstance(target, (str, Path)) else None
         self._sink: Sink | None = target if callable(target) else None
 
     def start(self, model: Model, config: EngineConfig) -> None:
-        settings = {name: value for name, value in asdict(config).items() if name not in ("record", "kv_memory")}
+        names = [field.name for field in fields(config) if field.name not in ("record", "kv_memory")]
+        settings = {name: getattr(config, name) for name in names}
         self.write("engine", version=_VERSION, model=model.spec, settings=settings)
 
     def write(self, op: str, **fields: Any) -> None:
@@ -68,7 +71,8 @@ class Replay:
 def replay(path: str | Path, model: Model | None = None) -> Replay:
     """Run a record again with `check()` after each line; stops at the first difference.
 
-    `model` stands in for the one that the record names. InvalidRequest where the file is no record.
+    `model` stands in for the one that the record names, with bytes as its text. InvalidRequest where the file is no
+    record.
     """
     from .engine import Engine  # the engine writes records, so it imports this module
 
@@ -79,7 +83,8 @@ def replay(path: str | Path, model: Model | None = None) -> Replay:
     seen: list[Line] = []
     settings = {**head["settings"], "record": lambda line: seen.append(json.loads(json.dumps(line)))}
     num_lines = num_steps = 0
-    with Engine(model if model is not None else _model_of(head.get("model")), **settings) as engine:
+    model, tokenizer = _model_of(head.get("model")) if model is None else (model, ByteTokenizer())
+    with Engine(model, tokenizer=tokenizer, **settings) as engine:
         seen.clear()
         for number, line in enumerate(lines, 2):
             num_lines, num_steps = num_lines + 1, num_steps + (line["op"] == "step")
@@ -115,6 +120,13 @@ def _apply(engine: Engine, line: Line, seen: list[Line]) -> None:
             engine.step()
 
 
+def _open(path: Path) -> TextIO:
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest(f"record: {path} cannot be written: {error}") from error
+
+
 def _lines(path: Path) -> Iterator[Line]:
     try:
         with path.open(encoding="utf-8") as file:
@@ -127,13 +139,11 @@ def _lines(path: Path) -> Iterator[Line]:
         raise InvalidRequest(f"record: {path} cannot be read as JSON lines: {error}") from error
 
 
-def _model_of(spec: Any) -> Model:
-    """The model that a record names, built anew."""
+def _model_of(spec: Any) -> tuple[Model, Tokenizer]:
+    """The model that a record names, built anew, and its tokenizer."""
     match spec:
         case {"kind": "hash", "vocab": int(vocab), "context": int(context), "eos": list(eos)}:
-            from .testing import HashModel  # tests only: product code does not load it otherwise
-
-            return HashModel(vocab=vocab, context=context, eos=frozenset(eos))
+            return HashModel(vocab=vocab, context=context, eos=frozenset(eos)), ByteTokenizer()
         case {"kind": "transformers", "name": str(name), "dtype": str(dtype), "device": str(device)}:
-            return load_model(name, dtype=dtype, device=device)[0]
+            return load_model(name, dtype=dtype, device=device)
     raise InvalidRequest(f"record: names no model that can be built again: {spec!r}")

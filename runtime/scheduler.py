@@ -127,7 +127,7 @@ class Scheduler:
 
     def _catch_up(self, sequence: Sequence) -> None:
         """Where others have meanwhile computed more of a prompt under way, take theirs."""
-        if not self.config.prefix_cache or sequence.table is None:
+        if not self.config.prefix_cache or sequence.table is None or not sequence.borrows:
             return
         known = self._known(sequence)
         if self.cache.peek(known, sequence.namespace) > sequence.computed_len:
@@ -147,6 +147,7 @@ class Scheduler:
         full_len = sequence.computed_len - sequence.computed_len % self.config.page_size
         if alone and full_len < sequence.computed_len:
             self.cache.truncate(sequence.table, full_len)  # copying its borrowed tail takes a page more than it needs
+            sequence.borrows = False
             return True
         return False
 

@@ -45,6 +45,7 @@ class Sequence:
     table: PageTable | None = None
     high_water: int = 0  # tokens ever computed or found cached; below it a row is a recomputation
     known_len: int = 0  # tokens found cached at admission; a row below it runs for its logits alone
+    borrows: bool = True  # takes a part of a cached page to copy; not where the copy was a page too many
     bypassed: int = 0  # later requests admitted before this one
     num_forks: int = 0
     cached_tokens: int = 0

@@ -71,6 +71,25 @@ class TestEvents:
         assert {event.handle for event in events} == {handle}
         assert [type(event) for event in events] == [TokenEvent] * 8 + [FinishEvent]
 
+    def test_steps_inside_a_stream_take_nothing_from_it(self, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        other = engine.submit([9, 9], SamplingParams(max_tokens=3, temperature=0.0))
+        theirs: list[Event] = []
+        mine = []
+        for event in engine.stream([1, 2, 3], GREEDY):
+            mine.append(event)
+            theirs += engine.step()
+        assert [type(event) for event in mine] == [TokenEvent] * 8 + [FinishEvent]
+        assert {event.handle for event in theirs} == {other}
+
+    def test_an_abort_inside_a_stream_ends_it(self, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        events = []
+        for event in engine.stream([1, 2, 3], GREEDY):
+            events.append(event)
+            engine.abort(event.handle)
+        assert [type(event) for event in events] == [TokenEvent, FinishEvent]
+
     def test_finish_reasons(self, make_engine: MakeEngine) -> None:
         tokens = answer([1, 2, 3])
         engine = make_engine(HashModel(eos=frozenset([tokens[2]])))
@@ -294,7 +313,7 @@ class TestFork:
     def test_of_no_children(self, make_engine: MakeEngine, n: Any) -> None:
         engine = make_engine()
         handle = engine.submit([1], GREEDY)
-        with pytest.raises(InvalidRequest, match=r"^n: .* at least 1"):
+        with pytest.raises(InvalidRequest, match=r"^n: .* given; allowed: an integer in \[1, 4096\]"):
             engine.fork(handle, n=n)
 
 
@@ -325,6 +344,36 @@ class TestBadInput:
         assert engine.stats().num_waiting == 0
         assert engine.step() == []
 
+    @pytest.mark.parametrize("params", [{"max_tokens": 3}, 5, SamplingParams, "x"])
+    def test_params_of_another_type(self, make_engine: MakeEngine, params: Any) -> None:
+        engine = make_engine()
+        handle = engine.submit([1], GREEDY)
+        for refused in (lambda: engine.submit([1], params), lambda: engine.fork(handle, params=params)):
+            with pytest.raises(InvalidRequest, match=r"^params: .* given; allowed: SamplingParams"):
+                refused()
+        assert engine.stats().num_waiting == 1
+
+    @pytest.mark.parametrize("namespace", [5, None, ["a"], "\ud800", b"a", "x" * 1000, "a\n"])
+    def test_namespaces(self, make_engine: MakeEngine, namespace: Any) -> None:
+        engine = make_engine()
+        for refused in (lambda: engine.submit([1], GREEDY, namespace), lambda: engine.explain([1], namespace)):
+            with pytest.raises(InvalidRequest, match=r"^namespace: "):
+                refused()
+        assert engine.stats().num_waiting == 0
+
+    @pytest.mark.parametrize("handle", [None, 0, "0", Handle(-1), Handle(99), [Handle(0)]])
+    def test_handles(self, make_engine: MakeEngine, handle: Any) -> None:
+        engine = make_engine()
+        engine.submit([1], GREEDY)
+        for refused in (engine.abort, engine.fork):
+            with pytest.raises(InvalidRequest, match=r"^handle: "):
+                refused(handle)
+        assert engine.stats().num_waiting == 1
+
+    def test_text_that_is_not_unicode(self, make_engine: MakeEngine) -> None:
+        with pytest.raises(InvalidRequest, match=r"^prompt: .* without lone surrogates"):
+            make_engine().submit("a\ud800", GREEDY)
+
     def test_what_can_never_fit_is_refused(self, make_engine: MakeEngine) -> None:
         engine = make_engine(num_pages=4, page_size=4)
         with pytest.raises(InvalidRequest, match=r"10 \+ 8 tokens given, the pool holds 16"):
@@ -336,6 +385,14 @@ class TestBadInput:
         engine = make_engine(num_pages=4, page_size=4)
         for _ in range(3):
             assert engine.generate([[1] * 9], GREEDY)[0].choices[0].token_ids == answer([1] * 9)
+
+    def test_a_tail_too_many_is_not_borrowed_again(self, make_engine: MakeEngine) -> None:
+        """Copying the cached half page takes a third page of two; giving it up must last as long as the prompt."""
+        engine = make_engine(num_pages=2, page_size=16, token_budget=7)
+        engine.generate([[*[1] * 10, 2]], SamplingParams(max_tokens=1))
+        prompt = [*[1] * 10, *[3] * 7]
+        assert finish(engine, engine.submit(prompt, GREEDY))[Handle(1)].choices[0].token_ids == answer(prompt)
+        assert engine.stats().counters.steps < 20
 
     def test_one_bad_prompt_leaves_nothing_of_the_others(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
@@ -356,7 +413,7 @@ class TestBadInput:
         with pytest.raises(InvalidRequest, match=r"^stop: "):
             engine.submit([1], SamplingParams(stop="x"))
 
-    @pytest.mark.parametrize("prompts", [[], [1, 2], ()])
+    @pytest.mark.parametrize("prompts", [[], [1, 2], (), None, 5, b"ab", {1: 2}])
     def test_generate_needs_a_list_of_prompts(self, make_engine: MakeEngine, prompts: Any) -> None:
         with pytest.raises(InvalidRequest, match=r"^prompts: "):
             make_engine().generate(prompts)
@@ -368,10 +425,13 @@ class TestBadInput:
             ({"page_size": 0}, "page_size: 0 given"),
             ({"num_pages": -3}, "num_pages: -3 given"),
             ({"num_pages": None, "kv_memory": "lots"}, "kv_memory: 'lots' given"),
-            ({"num_pages": None, "kv_memory": "3B"}, "one page of this model takes 256 bytes"),
-            ({"num_pages": None, "kv_memory": "900000GB"}, "kv_memory: a pool of .* pages cannot be allocated"),
+            ({"num_pages": None, "kv_memory": "3B"}, "kv_memory: '3B' given; .* pages, which take 256 bytes each"),
+            ({"num_pages": 2**31 - 1}, "kv_memory: a pool of .* pages cannot be allocated"),
             ({"token_budget": 1.5}, "token_budget: 1.5 given"),
             ({"seed": "x"}, "seed: 'x' given"),
+            ({"prefix_cache": "no"}, "prefix_cache: 'no' given; allowed: True or False"),
+            ({"record": 5}, "record: 5 given"),
+            ({"record": "/nonexistent/run.jsonl"}, "record: /nonexistent/run.jsonl cannot be written"),
         ],
     )
     def test_settings(self, settings: dict[str, Any], message: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
-from radixrt.runtime import Engine, InvalidRequest, SamplingParams, replay
-from radixrt.runtime.testing import HashModel
+from radixrt.radix import LiveTables
+from radixrt.runtime import Engine, FinishEvent, Handle, InvalidRequest, Output, SamplingParams, replay
+from radixrt.runtime.testing import ByteTokenizer, HashModel
 
 
 def record(path: Path) -> None:
@@ -34,6 +36,55 @@ def test_a_record_is_replayed(tmp_path: Path) -> None:
     assert result.num_steps > 10
     ops = [json.loads(line)["op"] for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     assert set(ops) == {"engine", "submit", "fork", "abort", "reset", "step"}
+
+
+def test_refusals_and_stop_strings_replay(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with Engine(HashModel(vocab=120), tokenizer=ByteTokenizer(), num_pages=20, page_size=4, record=path) as engine:
+        engine.submit("hello", SamplingParams(max_tokens=30, temperature=0.0, stop=["a", "b", "c"]))
+        engine.step()
+        with pytest.raises(LiveTables):
+            engine.reset_cache()
+        with pytest.raises(InvalidRequest):
+            engine.submit([], SamplingParams())
+        while engine.stats().num_running:
+            engine.step()
+    assert replay(path).difference is None
+
+
+def test_a_sink_may_hold_anything() -> None:
+    class Log:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()  # cannot be copied
+            self.lines: list[dict[str, object]] = []
+
+        def add(self, line: dict[str, object]) -> None:
+            self.lines.append(line)
+
+    log = Log()
+    with Engine(HashModel(), num_pages=4, record=log.add) as engine:
+        engine.generate([[1, 2]], SamplingParams(max_tokens=2))
+    assert [line["op"] for line in log.lines] == ["engine", "submit", "step", "step"]
+
+
+def test_a_full_disk_loses_no_request() -> None:
+    """The line that cannot be written raises; the step it tells of has happened, and the engine goes on."""
+    lines: list[dict[str, object]] = []
+
+    def add(line: dict[str, object]) -> None:
+        lines.append(line)
+        if len(lines) == 5:
+            raise OSError(28, "No space left on device")
+
+    with Engine(HashModel(), num_pages=20, page_size=4, record=add, poison=True) as engine:
+        handles = [engine.submit(prompt, SamplingParams(max_tokens=4, temperature=0.0)) for prompt in ([1, 2], [3] * 9)]
+        ended: dict[Handle, Output] = {}
+        for _ in range(10):
+            try:
+                ended |= {event.handle: event.output for event in engine.step() if isinstance(event, FinishEvent)}
+            except OSError:
+                engine.check()
+        assert [len(ended[handle].choices[0].token_ids) for handle in handles] == [4, 4]
 
 
 @pytest.mark.parametrize("field", ["drawn", "entries", "freed"])
