@@ -334,9 +334,9 @@ class RadixCache:
     def _repoint(self, own: IntArray, cached: IntArray) -> None:
         """Make `own`, a view into a table, name the tree's pages. The order is what keeps both alive throughout."""
         changed = np.flatnonzero(own != cached)
-        duplicates = own[changed]
-        self.pool.retain(cached[changed])
-        own[changed] = cached[changed]
+        duplicates, canonical = own[changed], cached[changed]
+        self.pool.retain(canonical)
+        own[changed] = canonical
         self._release(duplicates)
 
     def _give(self, table: PageTable, walk: Walk, index: int, stop: int) -> None:

@@ -140,11 +140,11 @@ MUTANTS = [
         RadixCache,
         "_repoint",
         publish_frees_before_it_moves_the_table=(
-            "duplicates = own[changed]\n",
-            "duplicates = own[changed]\n        self.pool.retain(duplicates)\n        self._release(duplicates)\n"
+            "= own[changed], cached[changed]\n",
+            "= own[changed], cached[changed]\n        self.pool.retain(duplicates)\n        self._release(duplicates)\n"
             "        self._release(duplicates)\n        self.pool.refs[duplicates] += 1\n",
         ),
-        publish_leaves_the_table_on_its_duplicate=("own[changed] = cached[changed]", "pass"),
+        publish_leaves_the_table_on_its_duplicate=("own[changed] = canonical", "pass"),
         publish_keeps_duplicates=("self._release(duplicates)", "pass"),
     ),
     *_of(
