@@ -29,10 +29,9 @@ class Counters:
 
     def add_cached(self, sequence: Sequence, stop: int) -> None:
         """`[0, stop)` of the sequence was found computed; counts what it has not had before."""
-        fresh = range(sequence.high_water, stop)
-        self.cached += len(fresh)
-        sequence.cached_tokens += len(range(fresh.start, min(stop, sequence.output_start)))
-        sequence.high_water = max(sequence.high_water, stop)
+        self.cached += len(range(sequence.high_water, stop))
+        sequence.cached_tokens += len(range(sequence.told_len, min(stop, sequence.output_start)))
+        sequence.reach(stop)
 
     def add_step(self, plan: StepPlan) -> None:
         """Charge the rows of a step that ran: a shared row to the request submitted first, cached for the others."""
@@ -46,20 +45,20 @@ class Counters:
     def _add_entry(self, entry: Entry, charged: list[bool]) -> None:
         sequence = entry.sequence
         for position, is_charged in enumerate(charged, entry.start):
-            in_prompt = position < sequence.output_start
-            if position < sequence.high_water:
-                self.recomputed_after_preemption += is_charged
-            elif not is_charged:
-                self.cached += 1
-                sequence.cached_tokens += in_prompt
-            elif position < sequence.known_len:
-                self.recomputed_for_logits += 1
-                sequence.recomputed_tokens += in_prompt
-            else:
+            is_new = position >= sequence.high_water and position >= sequence.known_len
+            told = sequence.told_len <= position < sequence.output_start
+            if not is_charged:
+                self.cached += position >= sequence.high_water
+                sequence.cached_tokens += told
+            elif is_new:
                 self.computed += position < sequence.prompt_len
                 self.decoded += position >= sequence.prompt_len
-                sequence.computed_tokens += in_prompt
-        sequence.high_water = max(sequence.high_water, entry.stop)
+                sequence.computed_tokens += told
+            else:
+                self.recomputed_after_preemption += position < sequence.high_water
+                self.recomputed_for_logits += position >= sequence.high_water
+                sequence.recomputed_tokens += told
+        sequence.reach(entry.stop)
 
 
 def trie_size(token_lists: Iterable[AnySequence[int]]) -> int:

@@ -67,6 +67,12 @@ class Detokenizer:
         """One that goes on from here by itself."""
         return copy.copy(self)
 
+    def branch(self, stop: Sequence[str], *, min_tokens: int) -> Self:
+        """One that goes on from here with other stop strings, which may begin in what is held back."""
+        other = copy.copy(self)
+        other._stop, other._min_tokens, other._num_tokens = tuple(stop), min_tokens, 0
+        return other
+
     def _first(self, token_id: int, data: bytes) -> bytes:
         """What the token adds where it begins the text: some tokenizers drop its space there."""
         alone = self._tokenizer.decode([token_id])

@@ -127,7 +127,8 @@ class Engine:
         """n new requests that own the tokens committed so far; their events start after them.
 
         Where the parent holds pages they are shared, O(pages) and no copy; where it waits, the children wait too and
-        share its rows when they run. Without `params` a child keeps the parent's, limits included; its draws differ
+        share its rows when they run. A child's text goes on where the parent's events stopped, and so begins with what
+        they held back. Without `params` a child keeps the parent's, limits included; its draws differ
         from the parent's and from the other children's either way. InvalidRequest if the parent has ended.
         """
         parent = self._live_sequence(handle)
@@ -226,7 +227,10 @@ class Engine:
                 sound.append(entry)
         sampled = self._sample(plan, sound, forward)
         for entry, token in zip(sound, sampled, strict=True):
-            self._append(entry.sequence, token)
+            try:
+                self._append(entry.sequence, token)
+            except Exception as error:  # a tokenizer that fails on one request's token must not take others along
+                self._finish(entry.sequence, "error", f"its output failed: {error!r}")
         freed, self._freed = self._freed, []
         self._recorder.step(plan, [token.token_id for token in sampled], freed)
 
@@ -265,7 +269,8 @@ class Engine:
         if params is not None:
             child.limits_start = child.num_tokens
             child.max_len = self._max_len(child.num_tokens, params)
-            child.detokenizer = self._detokenizer(child.tokens, params)
+            if child.detokenizer is not None:
+                child.detokenizer = child.detokenizer.branch(params.stop, min_tokens=params.min_tokens)
             if params.seed is not None:
                 child.seed = (params.seed,)
         if parent.table is not None:

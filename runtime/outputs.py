@@ -36,8 +36,8 @@ class Usage:
     """Tokens of one request. `prompt_tokens == cached + computed + recomputed` once its prompt is through the model.
 
     A row that several requests shared in a step is computed for the one submitted first and cached for the others.
-    `recomputed_tokens` were cached but had to run again: for their logits (a prompt cached whole: its last token).
-    For a fork everything before the fork counts as prompt.
+    `recomputed_tokens` had been computed and had to run again: for their logits (the last token of a prompt that was
+    cached whole), or in the fork of a preempted request. For a fork everything before the fork counts as prompt.
     """
 
     prompt_tokens: int

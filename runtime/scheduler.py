@@ -161,6 +161,8 @@ class Scheduler:
             if len(self.running) >= self.config.max_running:
                 return
             if plan.num_rows >= self.config.token_budget and self._shared_len(plan, sequence) == 0:
+                if self._is_overdue(sequence):
+                    return
                 continue  # no row left for it, but one that shares rows may still ride along
             if not self._try_admit(plan, sequence):
                 return
@@ -172,11 +174,15 @@ class Scheduler:
         def key(sequence: Sequence) -> tuple[int, int, int]:
             if sequence.was_preempted:
                 return 0, 0, sequence.number
-            if sequence.bypassed >= self.config.max_bypass or not self.config.prefix_cache:
+            if self._is_overdue(sequence) or not self.config.prefix_cache:
                 return 1, 0, sequence.number
             return 2, -self.cache.peek(sequence.tokens, sequence.namespace), sequence.number
 
         return sorted(window, key=key)
+
+    def _is_overdue(self, sequence: Sequence) -> bool:
+        """Overtaken as often as may be: nobody later goes first any more."""
+        return sequence.was_preempted or sequence.bypassed >= self.config.max_bypass
 
     def _try_admit(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Open and plan a waiting sequence if its prompt fits; otherwise nothing has changed."""

@@ -43,7 +43,8 @@ class Sequence:
     _buffer: TokenArray
     num_tokens: int
     table: PageTable | None = None
-    high_water: int = 0  # tokens ever computed or found cached; below it a row is a recomputation
+    high_water: int = 0  # tokens ever computed or found cached, by a parent too; below it a row is a recomputation
+    told_len: int = 0  # tokens that its usage has counted
     known_len: int = 0  # tokens found cached at admission; a row below it runs for its logits alone
     borrows: bool = True  # takes a part of a cached page to copy; not where the copy was a page too many
     bypassed: int = 0  # later requests admitted before this one
@@ -95,6 +96,11 @@ class Sequence:
         self.num_tokens += 1
         self.history.add(token_id)
 
+    def reach(self, stop: int) -> None:
+        """`[0, stop)` was computed or found, and counted."""
+        self.high_water = max(self.high_water, stop)
+        self.told_len = max(self.told_len, stop)
+
     def note(self, text: str, logprobs: TokenLogprobs | None) -> None:
         """Keep what became certain of its output."""
         self.text.append(text)
@@ -114,6 +120,8 @@ class Sequence:
             _buffer=self.tokens.copy(),
             table=None,
             high_water=0 if self.table is not None else self.high_water,
+            told_len=0,
+            borrows=True,
             bypassed=0,
             num_forks=0,
             cached_tokens=0,

@@ -254,6 +254,20 @@ class TestFaults:
         model.before_forward = None
         assert finish(engine, handle)[handle].choices[0].token_ids == answer([1, 2, 3, 4, 5, 6])
 
+    def test_a_tokenizer_that_fails_ends_one_request(self, make_engine: MakeEngine) -> None:
+        class Failing(ByteTokenizer):
+            def token_bytes(self, token_id: int) -> bytes:
+                if token_id == answer([1, 2, 3])[2]:
+                    raise ValueError("no such token")
+                return super().token_bytes(token_id)
+
+        engine = make_engine(tokenizer=Failing())
+        handles = [engine.submit(prompt, GREEDY) for prompt in ([1, 2, 3], [4, 5])]
+        ended = finish(engine, *handles)
+        first, second = (ended[handle].choices[0] for handle in handles)
+        assert (first.finish_reason, first.error) == ("error", "its output failed: ValueError('no such token')")
+        assert second.token_ids == answer([4, 5])
+
 
 class TestFork:
     def test_children_share_what_the_parent_has(self, make_engine: MakeEngine) -> None:
@@ -290,6 +304,32 @@ class TestFork:
         tails = [ended[child].choices[0].token_ids for child in children]
         assert [len(tail) for tail in tails] == [6, 6, 6]
         assert len({*tails, ended[parent].choices[0].token_ids[4:]}) == 4
+
+    def test_of_a_preempted_request_adds_up(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(num_pages=14, page_size=4)
+        handles = [engine.submit([i] * 5, SamplingParams(max_tokens=20, temperature=0.0)) for i in range(4)]
+        while not engine.stats().counters.preemptions:
+            engine.step()
+        child = engine.fork(handles[-1], params=GREEDY)[0]
+        output = finish(engine, *handles, child)[child]
+        usage = output.usage
+        assert usage.cached_tokens + usage.computed_tokens + usage.recomputed_tokens == usage.prompt_tokens
+        assert output.choices[0].token_ids == answer(list(output.prompt_token_ids))
+
+    @pytest.mark.parametrize("params", [None, SamplingParams(max_tokens=3, stop="ab", logit_bias={ord("b"): 100})])
+    def test_text_goes_on_where_the_parents_stopped(
+        self, make_engine: MakeEngine, params: SamplingParams | None
+    ) -> None:
+        """What the parent held back for a stop string is the child's to tell, or to stop at."""
+        engine = make_engine(HashModel(vocab=128))
+        parent = engine.submit("hi", SamplingParams(max_tokens=4, stop="ab", logit_bias={ord("a"): 100}))
+        events: list[Event] = []
+        for _ in range(2):
+            events += engine.step()
+        assert "".join(event.text for event in events) == "a", "the second one is held back"
+        (child,) = engine.fork(parent, params=params)
+        choice = finish(engine, parent, child)[child].choices[0]
+        assert (choice.text, choice.finish_reason) == (("aaa", "length") if params is None else ("", "stop"))
 
     def test_of_an_ended_request(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
@@ -475,6 +515,22 @@ def test_a_late_request_is_not_starved(make_engine: MakeEngine) -> None:
         order += [event.handle.number for event in engine.step() if isinstance(event, FinishEvent)]
     assert order[0] == first.number
     assert len(order) == 1 + 4 + 1
+
+
+def test_riders_do_not_pass_for_ever(make_engine: MakeEngine) -> None:
+    """Requests that share rows need no budget, and yet may overtake one that does only so often."""
+    engine = make_engine(token_budget=1, max_bypass=2, page_size=4)
+    shared = [1, 2] * 20
+    first = SamplingParams(max_tokens=1)
+    engine.submit(shared, first)
+    engine.step()
+    late = engine.submit([9, 9, 9], first)
+    ended: list[int] = []
+    for length in range(2, 60):
+        if length < len(shared):
+            engine.submit(shared[: length + 1], first)
+        ended += [event.handle.number for event in engine.step() if isinstance(event, FinishEvent)]
+    assert len([number for number in ended[: ended.index(late.number)] if number > late.number]) <= 2
 
 
 def test_explain_names_the_other_request(make_engine: MakeEngine) -> None:
