@@ -65,7 +65,7 @@ def generate(
             if explain:
                 note(f"before: {_explanation(engine, ids)}")
             started = perf_counter()
-            shown = printable if sys.stdout.isatty() else str
+            shown = printable if sys.stdout is not None and sys.stdout.isatty() else str
             for event in engine.stream(ids, params):
                 typer.echo(shown(event.text), nl=False)
                 if isinstance(event, FinishEvent):
@@ -130,7 +130,7 @@ def _prompt_text(prompt: str) -> str:
     """The argument, or stdin where it is `-`, without its last line break."""
     if prompt != "-":
         text = prompt
-    elif typer.get_text_stream("stdin").isatty():
+    elif sys.stdin is None or sys.stdin.isatty():
         fail("prompt: none given; give one as an argument or on stdin")
     else:
         try:

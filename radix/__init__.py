@@ -14,6 +14,7 @@ from .errors import (
     InvalidTokens,
     LiveTables,
     RadixrtError,
+    require,
 )
 from .policy import LRU, EvictionPolicy
 from .pool import PagePool
@@ -45,4 +46,5 @@ __all__ = [
     "Tokens",
     "WritePlan",
     "as_tokens",
+    "require",
 ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .errors import BrokenInvariant
+from .errors import require
 from .node import Node
 from .tails import anchor_of
 from .tokens import IntArray, page_key
@@ -31,12 +31,6 @@ def audit(cache: RadixCache) -> None:
     _check_counts(cache)
     _check_tables(cache, paths)
     _check_tails(cache)
-
-
-def require(holds: bool, broken: str) -> None:  # noqa: FBT001  # reads as a sentence
-    """Raise `BrokenInvariant(broken)` unless `holds`."""
-    if not holds:
-        raise BrokenInvariant(broken)
 
 
 def _paths(tree: RadixTree) -> dict[int, tuple[str, bytes]]:

@@ -40,3 +40,9 @@ class InvalidTokens(CacheError, ValueError):
 
 class BrokenInvariant(CacheError):
     """`check()` found the state inconsistent; the message names the invariant and the ids."""
+
+
+def require(holds: bool, broken: str) -> None:  # noqa: FBT001  # reads as a sentence
+    """Raise `BrokenInvariant(broken)` unless `holds`."""
+    if not holds:
+        raise BrokenInvariant(broken)

@@ -21,9 +21,10 @@ class EngineConfig:
 
     `token_budget` bounds the rows one step computes (rows shared by several requests count once); `prefill_chunk`
     bounds the prompt rows one request adds to a step (None: the budget alone); `max_running` bounds the requests that
-    hold pages. `max_bypass`: so many later requests may be admitted before an earlier one, then it goes first.
-    `kv_memory` (bytes or "512MiB") or `num_pages` sizes the pool. `poison` ruins freed pages and page tails, so that a
-    stale read cannot go unseen; for tests. `record` takes the run's record: a file, or a function called per line.
+    are started (forks of running ones hold pages beyond it). `max_bypass`: so many later requests may be started before
+    an earlier one, then it goes first. `kv_memory` (bytes or "512MiB") or `num_pages` sizes the pool. `poison` ruins
+    freed pages and page tails, so that a stale read cannot go unseen; for tests. `record` takes the run's record: a
+    file, or a function called per line.
     """
 
     page_size: int = 16

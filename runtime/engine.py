@@ -5,7 +5,8 @@ Knows nothing of sockets, threads or clocks. One step is: plan, run, commit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +34,7 @@ from .runner import Runner
 from .sampler import History, Sampled, sample
 from .scheduler import Scheduler
 from .sequence import Sequence, TokenArray
+from .stream import EventStream
 from .tokenizer import Tokenizer
 
 MAX_FORKS = 4096  # in one call: a typing error should not fill the memory
@@ -66,6 +68,7 @@ class Engine:
         **settings: Any,
     ) -> None:
         config = EngineConfig.of(settings)
+        self._recorder = Recorder(config.record)  # first: a path that cannot be written should not wait for the model
         self.model: Model
         self.tokenizer: Tokenizer | None
         if isinstance(model, (str, Path)):
@@ -87,10 +90,9 @@ class Engine:
         self._live: dict[int, Sequence] = {}
         self._num_submitted = 0
         self._events: list[Event] = []
-        self._claimed: set[Handle] = set()  # whose events `generate` and `stream` read, not `step`
+        self._mailboxes: dict[Handle, deque[Event]] = {}  # of requests whose events a stream reads, not `step`
         self._freed: list[int] = []  # since the last step, for the record
         self._closed = False
-        self._recorder = Recorder(config.record)
         self._recorder.start(self.model, self.config)
 
     # -- requests -------------------------------------------------------------------------------------------------
@@ -102,26 +104,24 @@ class Engine:
         namespace = checked_namespace(namespace)
         tokens = token_ids_of(prompt, self.model, self.tokenizer)
         max_len = self._max_len(len(tokens), params)
-        handle = Handle(self._num_submitted)
-        self._recorder.write("submit", tokens=tokens.tolist(), params=params.to_dict(), namespace=namespace)
-        self._start(
-            Sequence(
-                handle=handle,
-                params=params,
-                namespace=namespace,
-                seed=(params.seed,) if params.seed is not None else (self.config.seed, handle.number),
-                path=(0,),
-                prompt_len=len(tokens),
-                output_start=len(tokens),
-                limits_start=len(tokens),
-                max_len=max_len,
-                history=History(tokens),
-                detokenizer=self._detokenizer(tokens, params),
-                _buffer=tokens,
-                num_tokens=len(tokens),
-            )
+        sequence = Sequence(
+            handle=Handle(self._num_submitted),
+            params=params,
+            namespace=namespace,
+            seed=(params.seed,) if params.seed is not None else (self.config.seed, self._num_submitted),
+            path=(0,),
+            prompt_len=len(tokens),
+            output_start=len(tokens),
+            limits_start=len(tokens),
+            max_len=max_len,
+            history=History(tokens),
+            detokenizer=self._detokenizer(tokens, params),
+            _buffer=tokens,
+            num_tokens=len(tokens),
         )
-        return handle
+        self._recorder.write("submit", tokens=tokens.tolist(), params=params.to_dict(), namespace=namespace)
+        self._start(sequence)
+        return sequence.handle
 
     def fork(self, handle: Handle, n: int = 1, params: SamplingParams | None = None) -> list[Handle]:
         """n new requests that own the tokens committed so far; their events start after them.
@@ -158,75 +158,78 @@ class Engine:
     ) -> list[Output]:
         """Run prompts together to their end; one Output each, in order. Events of other requests wait for `step`."""
         many = prompts_of(prompts)
-        handles: list[Handle] = []
+        stream = EventStream(self._advance, self._abandon)
         try:
-            for prompt in many:
-                handles.append(self.submit(prompt, params, namespace))
-            outputs = {e.handle: e.output for e in self._drive(handles) if isinstance(e, FinishEvent)}
-        except BaseException:
-            self._drop(handles)
-            raise
+            handles = [self._submit_to(stream, prompt, params, namespace) for prompt in many]
+            outputs = {event.handle: event.output for event in stream if isinstance(event, FinishEvent)}
+        finally:
+            stream.close()
         return [outputs[handle] for handle in handles]
 
-    def stream(
-        self, prompt: str | list[int], params: SamplingParams | None = None, namespace: str = ""
-    ) -> Iterator[Event]:
+    def stream(self, prompt: str | list[int], params: SamplingParams | None = None, namespace: str = "") -> EventStream:
         """Submit now; the events of the request as they come, FinishEvent last. Leaving them early aborts it."""
-        return self._follow(self.submit(prompt, params, namespace))
+        stream = EventStream(self._advance, self._abandon)
+        self._submit_to(stream, prompt, params, namespace)
+        return stream
 
-    def _follow(self, handle: Handle) -> Iterator[Event]:
-        try:
-            yield from self._drive([handle])
-        finally:
-            self._drop([handle])
+    def _submit_to(self, stream: EventStream, prompt: Any, params: SamplingParams | None, namespace: str) -> Handle:
+        handle = self.submit(prompt, params, namespace)
+        stream.unfinished.add(handle)
+        self._mailboxes[handle] = stream.mailbox
+        return handle
 
     # -- the step -------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
-        """Run the model once for whatever waits or runs; the events since the last step, in order."""
+        """Run the model once for whatever waits or runs; the events since the last step, in order.
+
+        Events of requests that `generate` or `stream` started go there. If planning or the model is interrupted, the
+        engine is as before the step.
+        """
         self._advance()
-        return self._take(lambda event: event.handle not in self._claimed)
+        events, self._events = self._events, []
+        return events
 
     def _advance(self) -> None:
         self._require_open()
-        plan = self._scheduler.plan()
-        if plan.entries:
-            forward = self._run(plan)
-            if forward is not None:
-                self._commit(plan, forward)
-
-    def _take(self, wanted: Callable[[Event], bool]) -> list[Event]:
-        """The pending events that are wanted; the others stay."""
-        events, self._events = self._events, [event for event in self._events if not wanted(event)]
-        return [event for event in events if wanted(event)]
-
-    def _run(self, plan: StepPlan) -> Forward | None:
-        """What the model gave; None where the step failed: its requests then run one by one, and one alone ends."""
+        plan = StepPlan(page_size=self.config.page_size)
         try:
-            return self._runner.run(plan)
-        except Exception as error:  # whatever the device raises must not take the other requests along
-            self._scheduler.isolate(plan)
-            if len(plan.entries) == 1:
-                self._finish(plan.entries[0].sequence, "error", f"the model failed: {error}")
-            return None
+            self._scheduler.plan(plan)
+        except BaseException:
+            self._runner.withdraw(plan)
+            raise
+        if plan.entries:
+            self._run(plan)
 
-    def _commit(self, plan: StepPlan, forward: Forward) -> None:
-        """Charge, publish, sample and append what the step computed; a request with a NaN ends alone."""
+    def _run(self, plan: StepPlan) -> None:
+        """Run, sample and commit; where the device or a draw fails, the plan's requests run again one by one."""
+        try:
+            forward = self._runner.run(plan)
+            sound = [entry for entry in plan.entries if forward.finite[entry.rows].all()]
+            sampled = self._sample(plan, [entry for entry in sound if entry.samples], forward)
+        except BaseException as error:
+            self._runner.withdraw(plan)
+            if not isinstance(error, Exception):
+                raise
+            if len(plan.entries) > 1:
+                self._scheduler.isolate(plan)
+            else:  # it failed alone: whatever was raised ends it, and nobody else
+                self._finish(plan.entries[0].sequence, "error", f"the model failed: {error}")
+            return
+        self._commit(plan, sound, sampled)
+
+    def _commit(self, plan: StepPlan, sound: list[Entry], sampled: list[Sampled]) -> None:
+        """Charge, publish and append what the step computed; a request with a NaN ends alone and publishes nothing."""
         self._counters.add_step(plan)
-        sound = []
+        sick = set(plan.entries) - set(sound)
         for entry in plan.entries:
-            if entry.sequence in self._scheduler.isolated:
-                self._scheduler.isolated.remove(entry.sequence)
-            if not forward.finite[entry.rows].all():
+            self._scheduler.succeeded(entry.sequence)
+            if entry in sick:
                 self._cache.truncate(entry.table, entry.start)
                 self._finish(entry.sequence, "error", "the model's hidden states or logits hold NaN or infinity")
-                continue
-            if self.config.prefix_cache:
+            elif self.config.prefix_cache:
                 self._cache.publish(entry.table)
-            if entry.samples:
-                sound.append(entry)
-        sampled = self._sample(plan, sound, forward)
-        for entry, token in zip(sound, sampled, strict=True):
+        for entry, token in zip((entry for entry in sound if entry.samples), sampled, strict=True):
             try:
                 self._append(entry.sequence, token)
             except Exception as error:  # a tokenizer that fails on one request's token must not take others along
@@ -244,11 +247,11 @@ class Engine:
     def _append(self, sequence: Sequence, sampled: Sampled) -> None:
         """Commit one sampled token, tell of it, and end the request where it was the last."""
         token_id = sampled.token_id
-        sequence.append(token_id)
         ends = token_id in sequence.params.ending_token_ids(self.model.eos_token_ids)
         text = sequence.detokenizer.add(token_id) if sequence.detokenizer is not None and not ends else ""
+        sequence.append(token_id)
         sequence.note(text, sampled.logprobs)
-        self._events.append(
+        self._tell(
             TokenEvent(handle=sequence.handle, choice=0, token_id=token_id, text=text, logprobs=sampled.logprobs)
         )
         if ends or (sequence.detokenizer is not None and sequence.detokenizer.stopped is not None):
@@ -291,7 +294,7 @@ class Engine:
         del self._live[sequence.number]
         text = sequence.detokenizer.flush() if sequence.detokenizer is not None else ""
         sequence.note(text, None)
-        self._events.append(FinishEvent(handle=sequence.handle, text=text, output=sequence.output(reason, error)))
+        self._tell(FinishEvent(handle=sequence.handle, text=text, output=sequence.output(reason, error)))
 
     def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
         """Tokens at which a request ends with "length"; InvalidRequest where this engine could never run it."""
@@ -310,28 +313,18 @@ class Engine:
             )
         return max_len
 
-    def _drive(self, handles: list[Handle]) -> Iterator[Event]:
-        """Step until these requests have ended, yielding their events; those of others are kept for `step`."""
-        mine = set(handles)
-        num_unfinished = len(mine)
-        self._claimed |= mine
-        try:
-            while num_unfinished:
-                events = self._take(lambda event: event.handle in mine)
-                if not events:
-                    self._advance()
-                for event in events:
-                    num_unfinished -= isinstance(event, FinishEvent)
-                    yield event
-        finally:
-            self._claimed -= mine
-
-    def _drop(self, handles: list[Handle]) -> None:
-        """Abort what still lives of these requests and forget their events: nobody is left to read them."""
+    def _abandon(self, handles: Iterable[Handle]) -> None:
+        """Abort what still lives of these requests: nobody is left to read their events."""
         for handle in handles:
             if handle.number in self._live:
                 self.abort(handle)
-        self._take(lambda event: event.handle in handles)
+            self._mailboxes.pop(handle, None)
+
+    def _tell(self, event: Event) -> None:
+        """To the stream that reads the request, or to the next `step`."""
+        self._mailboxes.get(event.handle, self._events).append(event)
+        if isinstance(event, FinishEvent):
+            self._mailboxes.pop(event.handle, None)
 
     def _live_sequence(self, handle: Handle) -> Sequence:
         self._require_open()
@@ -342,7 +335,7 @@ class Engine:
 
     def _require_known(self, handle: Handle) -> None:
         number = instance("handle", handle, Handle, "what submit or fork returned").number
-        if number not in range(self._num_submitted):
+        if type(number) is not int or not 0 <= number < self._num_submitted:
             raise InvalidRequest(f"handle: request {number} was never submitted to this engine")
 
     # -- the engine as a whole ------------------------------------------------------------------------------------
@@ -364,8 +357,9 @@ class Engine:
         """The whole-state audit: pages, nodes, tables and queues from scratch. Raises if anything is off."""
         self._cache.check()
         self._scheduler.check()
-        if self._cache.stats().num_tables != len(self._scheduler.running):
-            raise BrokenInvariant(f"{self._cache.stats().num_tables} tables live, {len(self._scheduler.running)} run")
+        num_tables = self._cache.stats().num_tables
+        if num_tables != len(self._scheduler.running):
+            raise BrokenInvariant(f"{num_tables} tables live, {len(self._scheduler.running)} sequences run")
 
     def reset_cache(self) -> None:
         """Forget every cached page. LiveTables while a request holds pages."""
@@ -376,7 +370,8 @@ class Engine:
     def close(self) -> None:
         """Abort what lives and give the engine up. Closing twice is fine."""
         if not self._closed:
-            self._drop([Handle(number) for number in list(self._live)])
+            for number in list(self._live):
+                self.abort(Handle(number))
             self._recorder.close()
             self._closed = True
 

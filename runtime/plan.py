@@ -67,6 +67,7 @@ class StepPlan:
 
     page_size: int
     num_rows: int = 0
+    copies_released: bool = False  # the page copies ran, or never will
     entries: list[Entry] = field(default_factory=list)
     _parted: set[int] = field(default_factory=set)  # rows before which a sharer left: a segment ends there
     _places: dict[tuple[str, int, int], list[tuple[bytes, int]]] = field(default_factory=lambda: defaultdict(list))

@@ -1,6 +1,7 @@
 """A run on paper: what was submitted, planned, drawn and freed, one JSON object a line; and the rerun that compares.
 
-Knows nothing of how an engine decides. Token ids are kept, text is not.
+Knows nothing of how an engine decides. Token ids are kept, text is not. A step that failed on the device leaves no
+line, and what follows it may differ in a rerun on a sound one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from .model import Model
 from .outputs import Handle
 from .params import SamplingParams
 from .plan import StepPlan
-from .testing import ByteTokenizer, HashModel
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def replay(path: str | Path, model: Model | None = None) -> Replay:
     record.
     """
     from .engine import Engine  # the engine writes records, so it imports this module
+    from .testing import ByteTokenizer  # tests only: an engine does not load it
 
     lines = _lines(Path(path))
     head = next(lines, {})
@@ -129,20 +130,29 @@ def _open(path: Path) -> TextIO:
 
 def _lines(path: Path) -> Iterator[Line]:
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8", errors="replace") as file:
             for number, text in enumerate(file, 1):
-                line = json.loads(text)
-                if not isinstance(line, dict) or "op" not in line:
-                    raise InvalidRequest(f"record: line {number} of {path} is no record line")
-                yield line
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InvalidRequest(f"record: {path} cannot be read as JSON lines: {error}") from error
+                yield _line(text, f"line {number} of {path}")
+    except OSError as error:
+        raise InvalidRequest(f"record: {path} cannot be read: {error}") from error
+
+
+def _line(text: str, where: str) -> Line:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"record: {where} is cut off or no JSON: {error}") from error
+    if not isinstance(line, dict) or "op" not in line:
+        raise InvalidRequest(f"record: {where} is no record line")
+    return line
 
 
 def _model_of(spec: Any) -> tuple[Model, Tokenizer]:
     """The model that a record names, built anew, and its tokenizer."""
     match spec:
         case {"kind": "hash", "vocab": int(vocab), "context": int(context), "eos": list(eos)}:
+            from .testing import ByteTokenizer, HashModel
+
             return HashModel(vocab=vocab, context=context, eos=frozenset(eos)), ByteTokenizer()
         case {"kind": "transformers", "name": str(name), "dtype": str(dtype), "device": str(device)}:
             return load_model(name, dtype=dtype, device=device)

@@ -27,13 +27,23 @@ class Runner:
         self.forget(np.arange(cache.num_pages + 1))
 
     def run(self, plan: StepPlan) -> Forward:
-        """Run a step. If it fails its rows are withdrawn, every table is as before, and what was raised goes on."""
-        try:
-            self._copy(plan)
-            return self._model.forward(plan.batch())
-        except BaseException:
-            self._withdraw(plan)
-            raise
+        """Run a step: the page copies, all in one call, then the forward pass."""
+        copies = [copy for entry in plan.entries for copy in entry.write.copies]
+        if copies:
+            self._model.copy_pages(_ids(c.src for c in copies), _ids(c.dst for c in copies))
+            if self._poison:
+                size = self._cache.page_size
+                tails = [np.arange(c.dst * size + c.num_tokens, (c.dst + 1) * size) for c in copies]
+                self._model.poison_slots(np.concatenate(tails))
+        self._release_copies(plan)
+        return self._model.forward(plan.batch())
+
+    def withdraw(self, plan: StepPlan) -> None:
+        """Take back the rows of a step that failed; a page whose copy may be missing goes with them."""
+        self._release_copies(plan)
+        for entry in plan.entries:
+            kept = entry.start if not entry.write.copies else entry.start - entry.start % self._cache.page_size
+            self._cache.truncate(entry.table, kept)
 
     def forget(self, page_ids: npt.NDArray[np.integer]) -> None:
         """The content of these pages is dead."""
@@ -41,25 +51,12 @@ class Runner:
             size = self._cache.page_size
             self._model.poison_slots((page_ids[:, None] * size + np.arange(size)).ravel())
 
-    def _copy(self, plan: StepPlan) -> None:
-        """All page copies of a step in one call; what they hold is given back whether or not it succeeds."""
-        copies = [copy for entry in plan.entries for copy in entry.write.copies]
-        try:
-            if copies:
-                self._model.copy_pages(_ids(c.src for c in copies), _ids(c.dst for c in copies))
-                if self._poison:
-                    size = self._cache.page_size
-                    tails = [np.arange(c.dst * size + c.num_tokens, (c.dst + 1) * size) for c in copies]
-                    self._model.poison_slots(np.concatenate(tails))
-        finally:
+    def _release_copies(self, plan: StepPlan) -> None:
+        """What the plan's copies hold is given back, once."""
+        if not plan.copies_released:
+            plan.copies_released = True
             for entry in plan.entries:
                 self._cache.copies_done(entry.write)
-
-    def _withdraw(self, plan: StepPlan) -> None:
-        """Take back the rows of a step that did not run; a page whose copy may be missing goes with them."""
-        for entry in plan.entries:
-            kept = entry.start if not entry.write.copies else entry.start - entry.start % self._cache.page_size
-            self._cache.truncate(entry.table, kept)
 
 
 def _ids(pages: Iterable[int]) -> IntArray:

@@ -6,10 +6,11 @@ Knows nothing of models, sampling or text. Its decisions depend on tokens and co
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 
 import numpy as np
 
-from radixrt.radix import Match, RadixCache
+from radixrt.radix import Match, RadixCache, require
 
 from .config import EngineConfig
 from .counting import Counters
@@ -40,35 +41,38 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that ended, in whatever state, and close its table."""
-        for queue in (self.waiting, self.running, self.isolated):
-            if sequence in queue:
-                queue.remove(sequence)
+        self.succeeded(sequence)
+        _remove(self.waiting if sequence.table is None else self.running, sequence)
         if sequence.table is not None:
             self.cache.close(sequence.table)
             sequence.table = None
 
-    def plan(self) -> StepPlan:
-        """The next step: decode rows, then prompts under way, then new requests, up to the token budget.
+    def plan(self, plan: StepPlan) -> None:
+        """Fill the next step: decode rows, then prompts under way, then new requests, up to the token budget.
 
         Afterwards every planned sequence has its pages, and neither it nor what it reads is given away before the
-        step has run. Empty where nothing runs or waits.
+        step has run. Stays empty where nothing runs or waits.
         """
-        plan = StepPlan(page_size=self.config.page_size)
         self._plan_alone(plan)
         if plan.entries:
-            return plan
-        for sequence in [s for s in self.running if s.is_decoding]:
+            return
+        decoding = [s for s in self.running if s.is_decoding]
+        prefilling = [s for s in self.running if not s.is_decoding]
+        for sequence in decoding:
             self._schedule(plan, sequence)
-        for sequence in [s for s in self.running if not s.is_decoding]:
-            if sequence.table is not None:  # not preempted just now
-                self._catch_up(sequence)
-                self._schedule(plan, sequence)
+        for sequence in prefilling:
+            self._catch_up(sequence)
+            self._schedule(plan, sequence)
         self._admit(plan)
-        return plan
 
     def isolate(self, plan: StepPlan) -> None:
         """After a failed step: its sequences run one by one until each has succeeded or failed alone."""
         self.isolated = [entry.sequence for entry in plan.entries]
+
+    def succeeded(self, sequence: Sequence) -> None:
+        """A step with this sequence ran."""
+        if sequence in self.isolated:
+            self.isolated.remove(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's pages; it waits, and recomputes what the cache has lost when it runs again."""
@@ -77,7 +81,7 @@ class Scheduler:
             self.cache.publish(sequence.table, tail=True)
         self.cache.close(sequence.table)
         sequence.table = None
-        self.running.remove(sequence)
+        _remove(self.running, sequence)
         _insert(self.waiting, sequence)
         self.counters.preemptions += 1
 
@@ -86,7 +90,11 @@ class Scheduler:
     def _plan_alone(self, plan: StepPlan) -> None:
         """Plan the first isolated sequence that has room; it leaves the list when its step has succeeded."""
         for sequence in self.isolated:
-            if self._schedule(plan, sequence) if sequence.table is not None else self._try_admit(plan, sequence):
+            if sequence.table is not None:
+                self._schedule(plan, sequence)
+            else:
+                self._try_admit(plan, sequence, self._match(sequence))
+            if plan.entries:
                 return
 
     def _schedule(self, plan: StepPlan, sequence: Sequence) -> bool:
@@ -157,50 +165,50 @@ class Scheduler:
         """Start waiting sequences in order while they fit; the first that does not fit ends it."""
         if not self.waiting or len(self.running) >= self.config.max_running:
             return
-        for sequence in self._admission_order():
+        for sequence, match in self._candidates():
             if len(self.running) >= self.config.max_running:
                 return
-            if plan.num_rows >= self.config.token_budget and self._shared_len(plan, sequence) == 0:
+            if plan.num_rows >= self.config.token_budget and self._shared_len(plan, sequence, match) == 0:
                 if self._is_overdue(sequence):
                     return
                 continue  # no row left for it, but one that shares rows may still ride along
-            if not self._try_admit(plan, sequence):
+            if not self._try_admit(plan, sequence, match):
                 return
 
-    def _admission_order(self) -> list[Sequence]:
+    def _candidates(self) -> list[tuple[Sequence, Match]]:
         """Preempted first, then those overtaken often enough, then by the longest cached prefix; ties by number."""
-        window = self.waiting[:_ADMISSION_WINDOW]
+        preempted = [s for s in self.waiting if s.was_preempted]
+        others = itertools.islice((s for s in self.waiting if not s.was_preempted), _ADMISSION_WINDOW)
+        found = [(sequence, self._match(sequence)) for sequence in itertools.chain(preempted, others)]
 
-        def key(sequence: Sequence) -> tuple[int, int, int]:
-            if sequence.was_preempted:
-                return 0, 0, sequence.number
-            if self._is_overdue(sequence) or not self.config.prefix_cache:
-                return 1, 0, sequence.number
-            return 2, -self.cache.peek(sequence.tokens, sequence.namespace), sequence.number
+        def key(candidate: tuple[Sequence, Match]) -> tuple[bool, bool, int, int]:
+            sequence, match = candidate
+            overdue = self._is_overdue(sequence)
+            return not sequence.was_preempted, not overdue, 0 if overdue else -match.length, sequence.number
 
-        return sorted(window, key=key)
+        return sorted(found, key=key)
 
     def _is_overdue(self, sequence: Sequence) -> bool:
         """Overtaken as often as may be: nobody later goes first any more."""
         return sequence.was_preempted or sequence.bypassed >= self.config.max_bypass
 
-    def _try_admit(self, plan: StepPlan, sequence: Sequence) -> bool:
-        """Open and plan a waiting sequence if its prompt fits; otherwise nothing has changed."""
-        match = self._match(sequence)
+    def _try_admit(self, plan: StepPlan, sequence: Sequence, match: Match) -> bool:
+        """Open and plan a waiting sequence if its prompt fits; otherwise it waits on."""
         if self.running and not self._fits(plan, sequence, match):
             return False
         known_len = self.cache.peek(sequence.tokens, sequence.namespace) if self.config.prefix_cache else 0
         sequence.table = self.cache.open(self._known(sequence), sequence.namespace, f"request {sequence.number}")
-        self.waiting.remove(sequence)
+        _remove(self.waiting, sequence)
         _insert(self.running, sequence)
+        opened_len = sequence.table.seq_len
         if not self._schedule(plan, sequence):
             self.cache.close(sequence.table)
             sequence.table = None
-            self.running.remove(sequence)
+            _remove(self.running, sequence)
             _insert(self.waiting, sequence)
             return False
         sequence.known_len = known_len
-        self.counters.add_cached(sequence, match.length)
+        self.counters.add_cached(sequence, opened_len)
         for other in itertools.takewhile(lambda other: other.number < sequence.number, self.waiting):
             other.bypassed += 1
         return True
@@ -212,18 +220,17 @@ class Scheduler:
     def _match(self, sequence: Sequence) -> Match:
         return self.cache.match(self._known(sequence), sequence.namespace)
 
-    def _shared_len(self, plan: StepPlan, sequence: Sequence) -> int:
+    def _shared_len(self, plan: StepPlan, sequence: Sequence, match: Match) -> int:
         """Tokens of the sequence that are rows of this step already, counted from 0; 0 where there are none."""
         if not self.config.prefix_cache:
             return 0
-        match = self._match(sequence)
         leader = plan.leader(sequence.namespace, match.length, match.page_ids, sequence.tokens)
         return leader.agreed if leader is not None else 0
 
     def _fits(self, plan: StepPlan, sequence: Sequence, match: Match) -> bool:
         """Pages for the rest of the prompt, over the watermark and what the oldest running one still needs."""
         size = self.config.page_size
-        shared = max(match.length, self._shared_len(plan, sequence))
+        shared = max(match.length, self._shared_len(plan, sequence, match))
         needed = -(-sequence.num_tokens // size) - shared // size
         watermark = max(1, self.cache.num_pages // 100)
         oldest = self.running[0]
@@ -233,19 +240,28 @@ class Scheduler:
         return needed + watermark + reserved <= self.cache.num_free + self.cache.num_evictable - kept
 
     def check(self) -> None:
-        """Every sequence is in one queue; those that run hold a table, those that wait hold none."""
+        """Every sequence is in one queue, in order; those that run hold a table, those that wait hold none."""
         queued = self.waiting + self.running
-        assert len({s.number for s in queued}) == len(queued), "a sequence is queued twice"
-        assert all(s.table is None for s in self.waiting), "a waiting sequence holds pages"
-        assert all(s.table is not None and not s.table.closed for s in self.running), "a running sequence holds none"
+        require(len({s.number for s in queued}) == len(queued), "a sequence is queued twice")
+        require(all(s.table is None for s in self.waiting), "a waiting sequence holds pages")
+        require(all(s.table is not None and not s.table.closed for s in self.running), "a running one holds no pages")
+        require(all(0 <= s.computed_len < s.num_tokens for s in queued), "a sequence has nothing left to be fed")
         for queue in (self.waiting, self.running):
-            assert [s.number for s in queue] == sorted(s.number for s in queue), "a queue is out of order"
-        assert all(s in queued for s in self.isolated), "an ended sequence is kept for a rerun"
+            require(queue == sorted(queue, key=_number), "a queue is out of order")
+        require(all(s in queued for s in self.isolated), "an ended sequence is kept for a rerun")
 
 
 def _insert(queue: list[Sequence], sequence: Sequence) -> None:
-    """Put a sequence into a queue kept by number. O(n) in the queue."""
-    at = len(queue)
-    while at > 0 and queue[at - 1].number > sequence.number:
-        at -= 1
-    queue.insert(at, sequence)
+    """Put a sequence into a queue kept by number."""
+    queue.insert(bisect_left(queue, sequence.number, key=_number), sequence)
+
+
+def _remove(queue: list[Sequence], sequence: Sequence) -> None:
+    """Take a sequence out of a queue kept by number."""
+    at = bisect_left(queue, sequence.number, key=_number)
+    assert queue[at] is sequence, "the sequence is in another queue"
+    del queue[at]
+
+
+def _number(sequence: Sequence) -> int:
+    return sequence.number

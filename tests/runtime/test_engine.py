@@ -10,7 +10,17 @@ import numpy.typing as npt
 import pytest
 
 from radixrt.radix.errors import LiveTables
-from radixrt.runtime import Engine, Event, FinishEvent, Handle, InvalidRequest, Output, SamplingParams, TokenEvent
+from radixrt.runtime import (
+    Engine,
+    Event,
+    FinishEvent,
+    Forward,
+    Handle,
+    InvalidRequest,
+    Output,
+    SamplingParams,
+    TokenEvent,
+)
 from radixrt.runtime.batch import Batch
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
@@ -81,6 +91,31 @@ class TestEvents:
             theirs += engine.step()
         assert [type(event) for event in mine] == [TokenEvent] * 8 + [FinishEvent]
         assert {event.handle for event in theirs} == {other}
+
+    def test_a_stream_that_is_read_late_misses_nothing(self, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        stream = engine.stream([1, 2, 3], GREEDY)
+        for _ in range(20):
+            assert engine.step() == []
+        assert [type(event) for event in stream] == [TokenEvent] * 8 + [FinishEvent]
+
+    @pytest.mark.parametrize("let_go", ["close", "del", "engine"])
+    def test_a_stream_that_is_never_read_leaves_nothing(self, make_engine: MakeEngine, let_go: str) -> None:
+        engine = make_engine()
+        stream = engine.stream([1, 2, 3], GREEDY)
+        engine.step()
+        if let_go == "close":
+            stream.close()
+            stream.close()
+            assert list(stream) == []
+        elif let_go == "del":
+            del stream
+        else:
+            engine.close()
+            assert [type(event) for event in stream] == [TokenEvent, FinishEvent]
+            return
+        assert engine.stats().num_running == 0
+        assert engine.step() == []
 
     def test_an_abort_inside_a_stream_ends_it(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
@@ -237,6 +272,57 @@ class TestFaults:
             if choice.finish_reason != "error":
                 assert choice.token_ids == answer(prompts[handle.number])
         assert calls >= failing
+
+    @pytest.mark.parametrize("call", range(1, 9))
+    def test_an_interrupt_while_planning_changes_no_answer(
+        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, call: int
+    ) -> None:
+        engine = make_engine(page_size=4, token_budget=6)
+        prompts = [[1] * 9, [1] * 9, [*[1] * 6, 2, 3], [4] * 11]
+        handles = [engine.submit(prompt, GREEDY) for prompt in prompts]
+        extend, calls = engine._cache.extend, 0
+
+        def interrupted(*given: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                raise KeyboardInterrupt
+            return extend(*given, **named)
+
+        monkeypatch.setattr(engine._cache, "extend", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            finish(engine, *handles)
+        engine.check()
+        for handle, output in finish(engine, *handles).items():
+            assert output.choices[0].token_ids == answer(prompts[handle.number])
+
+    def test_a_model_that_gives_too_little_ends_who_asked(self, make_engine: MakeEngine) -> None:
+        class Short(HashModel):
+            def forward(self, batch: Batch) -> Forward:
+                forward = super().forward(batch)
+                return Forward(logits=forward.logits[:-1], finite=forward.finite)
+
+        engine = make_engine(Short())
+        handles = [engine.submit(prompt, SamplingParams(max_tokens=2)) for prompt in ([1, 2], [3])]
+        assert {output.choices[0].finish_reason for output in finish(engine, *handles).values()} == {"error"}
+        assert engine.stats().cache.num_cached == 0, "nothing of the failed steps was published"
+
+    def test_each_bad_request_costs_one_step(self, make_engine: MakeEngine) -> None:
+        calls = failed = 0
+
+        def fail(batch: Batch) -> None:
+            nonlocal calls, failed
+            calls += 1
+            if 77 in batch.token_ids:
+                failed += 1
+                raise RuntimeError("device lost")
+
+        engine = make_engine(HashModel(before_forward=fail))
+        params = SamplingParams(max_tokens=1, logit_bias={77: -100})
+        handles = [engine.submit([i, 77] if i % 2 else [i], params) for i in range(16)]
+        ended = finish(engine, *handles)
+        assert [ended[handle].choices[0].finish_reason for handle in handles] == ["length", "error"] * 8
+        assert (calls, failed) == (17, 9)
 
     def test_an_interrupt_leaves_the_engine_whole(self, make_engine: MakeEngine) -> None:
         model = HashModel()
@@ -531,6 +617,22 @@ def test_riders_do_not_pass_for_ever(make_engine: MakeEngine) -> None:
             engine.submit(shared[: length + 1], first)
         ended += [event.handle.number for event in engine.step() if isinstance(event, FinishEvent)]
     assert len([number for number in ended[: ended.index(late.number)] if number > late.number]) <= 2
+
+
+def test_preempted_ones_come_first_wherever_they_wait(make_engine: MakeEngine) -> None:
+    """More wait than one step looks at, and the one that was preempted has the last number."""
+    engine = make_engine(num_pages=24, page_size=1, max_running=1)
+    parent = engine.submit([1] * 4, SamplingParams(max_tokens=17, temperature=0.0))
+    for i in range(300):
+        engine.submit([2, i], SamplingParams(max_tokens=1, temperature=0.0))
+    engine.step()
+    (child,) = engine.fork(parent, params=SamplingParams(max_tokens=16, seed=1))
+    ended: list[int] = []
+    while child.number not in ended:
+        ended += [event.handle.number for event in engine.step() if isinstance(event, FinishEvent)]
+        engine.check()
+    assert engine.stats().counters.preemptions > 0
+    assert ended == [parent.number, child.number]
 
 
 def test_explain_names_the_other_request(make_engine: MakeEngine) -> None:

@@ -124,6 +124,7 @@ class EngineMachine(RuleBasedStateMachine):
             stats = self.engine.stats().cache
             assert stats.num_free + stats.num_cached == stats.num_pages
             assert stats.num_tables == stats.num_held == 0
+            assert replay(save(self.lines)).difference is None
         except BaseException:
             note(f"replay with: radixrt replay {save(self.lines)}")
             raise

@@ -99,13 +99,27 @@ def test_the_first_difference_is_named(tmp_path: Path, field: str) -> None:
     assert result.difference.startswith(f"line {at + 1}: recorded ")
 
 
-@pytest.mark.parametrize("text", ["", "{}", "no json", '{"op": "step"}', '{"op": "engine", "version": 99}', "[1]"])
+NO_RECORDS = [
+    "",
+    "{}",
+    "no json",
+    "[1]",
+    '{"op": "step"}',
+    '{"op": "engine", "version": 99}',
+    '{"op": "engi',
+    "[" * 100_000,
+    "1" * 5_000,
+    "\x00\udcff",
+]
+
+
+@pytest.mark.parametrize("text", NO_RECORDS, ids=lambda text: repr(text[:20]))
 def test_what_is_no_record(tmp_path: Path, text: str) -> None:
-    (tmp_path / "run.jsonl").write_text(text)
+    (tmp_path / "run.jsonl").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(InvalidRequest, match=r"^record: "):
         replay(tmp_path / "run.jsonl")
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"^record: .*cannot be read"):
+    with pytest.raises(InvalidRequest, match=r"^record: .* cannot be read"):
         replay(tmp_path / "none.jsonl")

@@ -1,0 +1,45 @@
+"""The events of some requests as an iterator, which alone receives them. Knows nothing of how a step works."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Self
+
+from .outputs import Event, FinishEvent, Handle
+
+
+class EventStream:
+    """Steps the engine as often as the next event needs; ends after the last request's FinishEvent.
+
+    `mailbox` is where the engine puts the events of `handles`. Closing it, or letting go of it, aborts what has not
+    ended.
+    """
+
+    def __init__(self, advance: Callable[[], None], abandon: Callable[[Iterable[Handle]], None]) -> None:
+        self.mailbox: deque[Event] = deque()
+        self.unfinished: set[Handle] = set()
+        self._advance = advance
+        self._abandon = abandon
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Event:
+        while not self.mailbox:
+            if not self.unfinished:
+                raise StopIteration
+            self._advance()
+        event = self.mailbox.popleft()
+        if isinstance(event, FinishEvent):
+            self.unfinished.remove(event.handle)
+        return event
+
+    def close(self) -> None:
+        """Abort what has not ended; no event comes any more. Twice is fine."""
+        unfinished, self.unfinished = self.unfinished, set()
+        self._abandon(unfinished)
+        self.mailbox.clear()
+
+    def __del__(self) -> None:
+        self.close()
