@@ -21,19 +21,19 @@ from radixrt.radix import BrokenInvariant, CacheStats, Explanation, RadixCache
 from .checks import instance, integer, refuse
 from .config import EngineConfig
 from .counting import Counters
-from .detokenizer import Detokenizer
 from .errors import InvalidRequest
+from .intake import Intake
 from .loading import load_model
 from .model import Forward, Model
 from .outputs import Event, FinishEvent, FinishReason, Handle, Output, TokenEvent
 from .params import SamplingParams
 from .plan import Entry, StepPlan
-from .prompts import checked_namespace, prompts_of, token_ids_of
+from .prompts import checked_namespace, prompts_of
 from .record import Recorder
 from .runner import Runner
-from .sampler import History, Sampled, sample
+from .sampler import Sampled, sample
 from .scheduler import Scheduler
-from .sequence import Sequence, TokenArray
+from .sequence import Sequence
 from .stream import EventStream
 from .tokenizer import Tokenizer
 
@@ -85,6 +85,8 @@ class Engine:
             raise InvalidRequest(f"kv_memory: a pool of {num_pages} pages cannot be allocated: {error}") from error
         self._cache = RadixCache(num_pages=num_pages, page_size=config.page_size, on_free=self._on_free)
         self._runner = Runner(self.model, self._cache, poison=config.poison)
+        pool_len = num_pages * config.page_size
+        self._intake = Intake(self.model, self.tokenizer, seed=config.seed, pool_len=pool_len)
         self._counters = Counters()
         self._scheduler = Scheduler(self._cache, self.config, self._counters)
         self._live: dict[int, Sequence] = {}
@@ -101,25 +103,9 @@ class Engine:
         """Queue one request; its events come from the steps that follow. InvalidRequest if it can never run."""
         self._require_open()
         params = params if params is not None else SamplingParams()
-        namespace = checked_namespace(namespace)
-        tokens = token_ids_of(prompt, self.model, self.tokenizer)
-        max_len = self._max_len(len(tokens), params)
-        sequence = Sequence(
-            handle=Handle(self._num_submitted),
-            params=params,
-            namespace=namespace,
-            seed=(params.seed,) if params.seed is not None else (self.config.seed, self._num_submitted),
-            path=(0,),
-            prompt_len=len(tokens),
-            output_start=len(tokens),
-            limits_start=len(tokens),
-            max_len=max_len,
-            history=History(tokens),
-            detokenizer=self._detokenizer(tokens, params),
-            _buffer=tokens,
-            num_tokens=len(tokens),
-        )
-        self._recorder.write("submit", tokens=tokens.tolist(), params=params.to_dict(), namespace=namespace)
+        sequence = self._intake.sequence(Handle(self._num_submitted), prompt, params, namespace)
+        tokens = sequence.tokens.tolist()
+        self._recorder.write("submit", tokens=tokens, params=params.to_dict(), namespace=namespace)
         self._start(sequence)
         return sequence.handle
 
@@ -134,13 +120,17 @@ class Engine:
         parent = self._live_sequence(handle)
         n = integer("n", n, 1, MAX_FORKS)
         if params is not None:
-            self._max_len(parent.num_tokens, params)
+            self._intake.max_len(parent.num_tokens, params)
         self._recorder.write("fork", parent=handle.number, n=n, params=params.to_dict() if params else None)
         children = []
         for _ in range(n):
-            children.append(Handle(self._num_submitted))
-            self._start(self._child(parent, children[-1], params))
+            child = self._intake.child(parent, Handle(self._num_submitted), params)
+            if parent.table is not None:
+                child.table = self._cache.fork(parent.table, f"request {child.number}")
+                self._counters.add_cached(child, child.table.seq_len)
             parent.num_forks += 1
+            self._start(child)
+            children.append(child.handle)
         return children
 
     def abort(self, handle: Handle) -> None:
@@ -266,26 +256,6 @@ class Engine:
         self._live[sequence.number] = sequence
         self._scheduler.enqueue(sequence)
 
-    def _child(self, parent: Sequence, handle: Handle, params: SamplingParams | None) -> Sequence:
-        """A sequence that goes on from the parent's committed tokens under a handle of its own."""
-        child = parent.branch(handle, parent.params if params is None else params)
-        if params is not None:
-            child.limits_start = child.num_tokens
-            child.max_len = self._max_len(child.num_tokens, params)
-            if child.detokenizer is not None:
-                child.detokenizer = child.detokenizer.branch(params.stop, min_tokens=params.min_tokens)
-            if params.seed is not None:
-                child.seed = (params.seed,)
-        if parent.table is not None:
-            child.table = self._cache.fork(parent.table, f"request {handle.number}")
-            self._counters.add_cached(child, child.table.seq_len)
-        return child
-
-    def _detokenizer(self, tokens: TokenArray, params: SamplingParams) -> Detokenizer | None:
-        if self.tokenizer is None:
-            return None
-        return Detokenizer(self.tokenizer, params.stop, tokens.tolist(), min_tokens=params.min_tokens)
-
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """The one way a request ends: what it has computed stays in the cache, everything else is given back."""
         if sequence.table is not None and self.config.prefix_cache and reason != "error":
@@ -295,23 +265,6 @@ class Engine:
         text = sequence.detokenizer.flush() if sequence.detokenizer is not None else ""
         sequence.note(text, None)
         self._tell(FinishEvent(handle=sequence.handle, text=text, output=sequence.output(reason, error)))
-
-    def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
-        """Tokens at which a request ends with "length"; InvalidRequest where this engine could never run it."""
-        instance("params", params, SamplingParams, "SamplingParams").check_against(
-            self.model.vocab_size, has_text=self.tokenizer is not None, eos_token_ids=self.model.eos_token_ids
-        )
-        context_len = self.model.context_len
-        if prompt_len > context_len:
-            raise InvalidRequest(f"prompt: {prompt_len} tokens given, the model's context holds {context_len}")
-        max_len = min(prompt_len + params.max_tokens, context_len + 1)
-        pool_len = self._cache.num_pages * self._cache.page_size
-        if max_len - 1 > pool_len:  # the last token is never fed
-            raise InvalidRequest(
-                f"prompt and max_tokens: {prompt_len} + {max_len - prompt_len} tokens given, the pool holds "
-                f"{pool_len}; give a shorter prompt, a smaller max_tokens or an engine with more kv_memory"
-            )
-        return max_len
 
     def _abandon(self, handles: Iterable[Handle]) -> None:
         """Abort what still lives of these requests: nobody is left to read their events."""
@@ -342,8 +295,7 @@ class Engine:
 
     def explain(self, prompt: str | list[int], namespace: str = "") -> Explanation:
         """What the cache has of a prompt, where and from which request it diverges, what evicted the rest."""
-        tokens = token_ids_of(prompt, self.model, self.tokenizer)
-        return self._cache.explain(tokens, checked_namespace(namespace))
+        return self._cache.explain(self._intake.tokens(prompt), checked_namespace(namespace))
 
     def stats(self) -> EngineStats:
         return EngineStats(
