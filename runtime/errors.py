@@ -18,3 +18,10 @@ class InvalidRequest(RadixrtError, ValueError):
 
 class ModelError(RadixrtError):
     """What was asked for as a model, what was there instead, and what to do."""
+
+
+def first_line(error: BaseException) -> str:
+    """An error's type and what it says, cut to one line: the first, and the next one where that only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
+    return " ".join([f"{type(error).__name__}:", *said]).removesuffix(":")

@@ -5,19 +5,22 @@ Knows nothing of engines or requests; the default model's conversion is in conve
 
 from __future__ import annotations
 
+import fnmatch
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .conversion import DEFAULT_MODEL, default_model, first_line, quiet_transformers
-from .errors import ModelError
+from .conversion import DEFAULT_MODEL, default_model, quiet_transformers
+from .errors import ModelError, first_line
 from .tokenizer import HFTokenizer
 from .transformer import TransformerModel
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+_PARAMETERS = (".weight", ".bias")
 
 
 def resolve(name: str | Path, *, progress: bool = False) -> str:
@@ -25,18 +28,20 @@ def resolve(name: str | Path, *, progress: bool = False) -> str:
 
     The default model is converted first if need be. Raises ModelError for a path where no model is.
     """
+    if not isinstance(name, (str, Path)):
+        raise ModelError(f"{_called(name)}: neither text nor a path; give a directory, a hub id or {DEFAULT_MODEL!r}")
     if str(name) == DEFAULT_MODEL:
         return str(default_model(progress=progress))
-    path = Path(name).expanduser()
-    if str(name) and path.is_dir():
-        _require_model(name, path)
-        return str(path)
-    if str(name) and path.exists():
-        raise ModelError(f"model {str(name)!r}: that is a file; give a directory with config.json and *.safetensors")
+    path = os.path.expanduser(name) if str(name) else ""
+    if os.path.isdir(path):  # unlike Path.is_dir, no error for names that no file system takes
+        _require_model(name, Path(path))
+        return path
+    if os.path.exists(path):
+        raise ModelError(f"{_called(name)}: that is a file; give a directory with config.json and *.safetensors")
     if isinstance(name, Path) or not _HUB_ID.fullmatch(name):
         raise ModelError(
-            f"model {str(name)!r}: no such directory; give a directory that holds config.json and *.safetensors, a hub "
-            f"id, or {DEFAULT_MODEL!r}"
+            f"{_called(name)}: no such directory; give a directory that holds config.json and *.safetensors, a hub id, "
+            f"or {DEFAULT_MODEL!r}"
         )
     return name
 
@@ -64,19 +69,48 @@ def load_model(
             hf_model, report, tokenizer = _read(source, resolved_dtype, local=is_path or unreachable is not None)
     except Exception as error:
         raise _load_error(name, error, unreachable, is_path=is_path) from error
-    absent = sorted(str(key) for key in (*report["missing_keys"], *report["mismatched_keys"]))
-    if absent:
-        raise ModelError(
-            f"model {str(name)!r}: its files lack {len(absent)} of the weights that {type(hf_model).__name__} needs "
-            f"({absent[0]} ...); download it again"
-        )
+    _check_weights(name, type(hf_model).__name__, report)
     if resolved_dtype == torch.float64:
         hf_model.set_experts_implementation("eager")  # the default for mixtures of experts has no float64
-    return TransformerModel(hf_model, name=str(name)), HFTokenizer(tokenizer)
+    model = TransformerModel(hf_model, name=str(name))
+    unused = sorted(report["unexpected_keys"])
+    if unused:
+        model.notes += (f"{len(unused)} tensors of its files are no weights of the model and unused: {_some(unused)}",)
+    return model, HFTokenizer(tokenizer)
+
+
+def _check_weights(name: str | Path, architecture: str, report: dict[str, Any]) -> None:
+    """Refuse where files and config are not of one model: what runs would be another, or random in part.
+
+    `report` is transformers'. Tensors that are not named as parameters are may be left over: old buffers.
+    """
+    wrong = {
+        "lack weights that it needs": report["missing_keys"],
+        "give weights in other shapes": [
+            f"{key} is {list(its)}, not {list(needed)}" for key, its, needed in report["mismatched_keys"]
+        ],
+        "hold weights that it does not use": [key for key in report["unexpected_keys"] if key.endswith(_PARAMETERS)],
+    }
+    for what, keys in wrong.items():
+        if keys:
+            raise ModelError(
+                f"{_called(name)}: config.json asks for {architecture}, and the files {what} ({_some(sorted(keys))}); "
+                "download it again, or correct config.json"
+            )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _called(name: object) -> str:
+    """How an error names the model, at a length that does not grow with what was given."""
+    text = repr(str(name) if isinstance(name, Path) else name)
+    return f"model {text if len(text) <= 300 else text[:300] + '...'}"
 
 
 def _read(source: str, dtype: torch.dtype, *, local: bool) -> tuple[Any, dict[str, Any], Any]:
-    """transformers' model, its report of what was missing in the files, and its tokenizer."""
+    """transformers' model, its report of how the files fit it, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     auto_model: Any = AutoModelForCausalLM
@@ -88,6 +122,7 @@ def _read(source: str, dtype: torch.dtype, *, local: bool) -> tuple[Any, dict[st
         attn_implementation="eager",
         use_safetensors=True,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # so that they come with the report
         **options,
     )
     return hf_model, report, tokenizer
@@ -105,18 +140,21 @@ def _ask_hub(hub_id: str) -> str | None:
 
 
 def _require_model(name: str | Path, path: Path) -> None:
-    missing = [what for what in ("config.json", "*.safetensors") if not any(path.glob(what))]
+    try:
+        found = sorted(os.listdir(path))
+    except OSError as error:
+        raise ModelError(f"{_called(name)}: the directory cannot be read ({first_line(error)})") from error
+    missing = [what for what in ("config.json", "*.safetensors") if not fnmatch.filter(found, what)]
     if missing:
-        found = sorted(entry.name for entry in path.iterdir())
         listing = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "") if found else "nothing"
         raise ModelError(
-            f"model {str(name)!r}: the directory has no {' and no '.join(missing)} (there is {listing}); give a "
+            f"{_called(name)}: the directory has no {' and no '.join(missing)} (there is {listing}); give a "
             "directory that transformers' save_pretrained wrote"
         )
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    known = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(dtype)
+    known = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(str(dtype))
     if known is None or known not in _DTYPES.values():
         raise ModelError(f"dtype {str(dtype)!r} was asked for; served are {', '.join(_DTYPES)}")
     return known
@@ -124,8 +162,8 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def _load_error(name: str | Path, error: Exception, unreachable: str | None, *, is_path: bool) -> ModelError:
     if is_path:
-        return ModelError(f"model {str(name)!r}: its directory cannot be loaded ({first_line(error)})")
+        return ModelError(f"{_called(name)}: its directory cannot be loaded ({first_line(error)})")
     return ModelError(
-        f"model {str(name)!r}: no such directory, and the model hub did not give it "
+        f"{_called(name)}: no such directory, and the model hub did not give it "
         f"({unreachable or first_line(error)}); check the name and the network, or use {DEFAULT_MODEL!r}"
     )

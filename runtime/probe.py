@@ -5,10 +5,13 @@ Knows nothing of particular architectures beyond the reasons it can name: what d
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.utils.generic import ModelOutput
 
 from radixrt.kernels.cpu.plan import Plan
 
@@ -31,6 +34,17 @@ class Probed:
 
     vocab_size: int
     shapes: dict[int, LayerShape]
+    body: Any  # the module whose output is the last one with a row per token; what follows sees the rows asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chunk:
+    """What one of the chunks gave."""
+
+    output: Any
+    rows: torch.Tensor  # [R] the rows whose logits were asked for, counted in the whole row
+    calls: list[tuple[int, int | None]]
+    body: Any
 
 
 def probe(hf_model: Any, binding: Binding) -> Probed:
@@ -39,47 +53,59 @@ def probe(hf_model: Any, binding: Binding) -> Probed:
     The second run goes in two chunks over shuffled pages. Leaves the model switched to radixrt's attention. Raises
     ModelError with one line that names the architecture and why it is refused.
     """
-    config = hf_model.config.get_text_config(decoder=True)
-    name = type(hf_model).__name__
-    dtype = next(hf_model.parameters()).dtype
-    if hf_model.config.is_encoder_decoder:
-        raise _refusal(name, "it is an encoder-decoder model, radixrt serves decoder-only models")
-    if dtype not in _BOUNDS:
-        raise _refusal(name, f"its weights are {dtype}, served are {', '.join(map(str, _BOUNDS))}")
-    _refuse_layer_types(name, config)
-    generator = torch.Generator().manual_seed(0)
-    token_ids = torch.randint(config.vocab_size, (_NUM_TOKENS,), generator=generator)
-    if not hf_model._can_set_attn_implementation():
-        raise _refusal(name, f"its attention does not go through transformers' attention interface{_alibi(config)}")
-    pool = KVPool(-(-_NUM_TOKENS // _PAGE_SIZE), _PAGE_SIZE, dtype, token_ids.device)
-    pages = torch.randperm(pool.num_pages, generator=generator) + 1
     try:
         with torch.inference_mode():
-            hf_model.set_attn_implementation("eager")
-            expected = hf_model(input_ids=token_ids[None], use_cache=False, output_hidden_states=True)
-            hf_model.set_attn_implementation(ATTENTION_NAME)
-            chunks = [
-                _chunk(hf_model, binding, pool, pages, token_ids, start, stop)
-                for start, stop in ((0, _SPLIT), (_SPLIT, _NUM_TOKENS))
-            ]
+            return _probe(hf_model, binding)
     except ModelError as error:
-        raise _refusal(name, str(error)) from error
+        raise _refusal(hf_model, str(error)) from error
     except Exception as error:
-        raise _refusal(name, f"it fails on {_NUM_TOKENS} plain tokens ({error!r:.200})") from error
-    for _, step in chunks:
-        _check_calls(name, config, step)
-    _compare(name, dtype, expected, [output for output, _ in chunks])
-    return Probed(vocab_size=expected.logits.shape[-1], shapes=pool.shapes())
+        raise _refusal(hf_model, f"it fails on {_NUM_TOKENS} plain tokens ({error!r:.200})") from error
 
 
-def _refusal(name: str, reason: str) -> ModelError:
-    return ModelError(f"{name} cannot be served: {reason}")
+def _refusal(hf_model: Any, reason: str) -> ModelError:
+    return ModelError(f"{type(hf_model).__name__} cannot be served: {reason}")
 
 
-def _refuse_layer_types(name: str, config: Any) -> None:
+def _probe(hf_model: Any, binding: Binding) -> Probed:
+    """ModelError says the reason alone."""
+    config = hf_model.config.get_text_config(decoder=True)
+    dtype = next(hf_model.parameters()).dtype
+    if hf_model.config.is_encoder_decoder:
+        raise ModelError("it is an encoder-decoder model, radixrt serves decoder-only models")
+    if dtype not in _BOUNDS:
+        raise ModelError(f"its weights are {dtype}, served are {', '.join(map(str, _BOUNDS))}")
+    _refuse_config(config)
+    if not hf_model._can_set_attn_implementation():
+        raise ModelError(f"its attention does not go through transformers' attention interface{_alibi(config)}")
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(config.vocab_size, (_NUM_TOKENS,), generator=generator)
+    pool = KVPool(-(-_NUM_TOKENS // _PAGE_SIZE), _PAGE_SIZE, dtype, token_ids.device)
+    pages = torch.randperm(pool.num_pages, generator=generator) + 1
+    hf_model.set_attn_implementation("eager")
+    expected = hf_model(input_ids=token_ids[None], use_cache=False, output_hidden_states=True)
+    hf_model.set_attn_implementation(ATTENTION_NAME)
+    chunks = [
+        _chunk(hf_model, binding, pool, pages, token_ids, start, stop)
+        for start, stop in ((0, _SPLIT), (_SPLIT, _NUM_TOKENS))
+    ]
+    for chunk in chunks:
+        _check_calls(config, chunk.calls)
+    _compare(dtype, expected, chunks)
+    body = chunks[0].body
+    if body is None or any(chunk.body is not body for chunk in chunks):
+        raise ModelError("no part of it behind its attention gives one row for each token")
+    return Probed(vocab_size=expected.logits.shape[-1], shapes=pool.shapes(), body=body)
+
+
+def _refuse_config(config: Any) -> None:
+    """What a config asks for that cannot be served, where the comparison would not see it."""
+    if config.num_hidden_layers < 1:
+        raise ModelError(f"its config gives {config.num_hidden_layers} layers")
     unserved = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if unserved:
-        raise _refusal(name, f"its layer types {', '.join(sorted(unserved))} are not full or sliding attention")
+        raise ModelError(f"its layer types {', '.join(sorted(unserved))} are not full or sliding attention")
+    if getattr(config, "attn_temperature_tuning", False):
+        raise ModelError("its attn_temperature_tuning scales by the place in a step, not by the position in a sequence")
 
 
 def _alibi(config: Any) -> str:
@@ -96,49 +122,85 @@ def _chunk(
     token_ids: torch.Tensor,
     start: int,
     stop: int,
-) -> tuple[Any, Step]:
-    """Run tokens `[start, stop)`, which read the ones before them from the pool."""
+) -> _Chunk:
+    """Run tokens `[start, stop)`, which read the ones before them from the pool; logits of every second row."""
     positions = torch.arange(len(token_ids))[start:stop]
     num_rows = len(positions)
     used = pages[: int(positions[-1]) // _PAGE_SIZE + 1]
     plan = Plan(torch.tensor([0, num_rows]), torch.tensor([0, len(used)]), used, positions[:1], page_size=_PAGE_SIZE)
     slots = pages[positions // _PAGE_SIZE] * _PAGE_SIZE + positions % _PAGE_SIZE
     step = Step(pool=pool, plan=plan, write_rows=None, write_slots=slots)
-    rows = torch.arange(num_rows)
-    output = run_packed(hf_model, binding, step, token_ids[start:stop], positions, rows, output_hidden_states=True)
-    return output, step
+    rows = torch.arange(0, num_rows, 2)
+    with _body(hf_model, num_rows) as body:
+        output = run_packed(hf_model, binding, step, token_ids[start:stop], positions, rows, output_hidden_states=True)
+    return _Chunk(output=output, rows=start + rows, calls=step.calls, body=body[-1] if body else None)
 
 
-def _check_calls(name: str, config: Any, step: Step) -> None:
+@contextmanager
+def _body(hf_model: Any, num_rows: int) -> Iterator[list[Any]]:
+    """Collects the modules that give `[1, num_rows, width]` after the last attention, in the order they end.
+
+    Watched rather than asked for by name: not every model calls its `base_model`, and some have none.
+    """
+    found: list[Any] = []
+
+    def ended(module: Any, _inputs: Any, output: Any) -> None:
+        if hasattr(module, "radixrt_binding"):
+            found.clear()
+        elif (hidden := first_tensor(output)) is not None and hidden.dim() == 3 and hidden.shape[:2] == (1, num_rows):
+            found.append(module)
+
+    hooks = [module.register_forward_hook(ended) for module in hf_model.modules()]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def first_tensor(output: Any) -> torch.Tensor | None:
+    """A module's output, or the first part of it: the hidden states, by transformers' convention."""
+    parts = output.to_tuple() if isinstance(output, ModelOutput) else output
+    first = parts[0] if isinstance(parts, (tuple, list)) and parts else parts
+    return first if isinstance(first, torch.Tensor) else None
+
+
+def _check_calls(config: Any, calls: list[tuple[int, int | None]]) -> None:
     """Each layer attends once, through us, and says its window: masks are not made for a registered function."""
-    called = sorted(layer for layer, _ in step.calls)
+    called = sorted(layer for layer, _ in calls)
     if called != list(range(config.num_hidden_layers)):
         reason = f"{len(set(called))} of its {config.num_hidden_layers} layers call a registered attention function"
-        raise _refusal(name, f"{reason} (once per layer is needed){_alibi(config)}")
-    windows = dict(step.calls)
+        raise ModelError(f"{reason} (once per layer is needed){_alibi(config)}")
+    windows = dict(calls)
     types = getattr(config, "layer_types", None)
+    window, context = getattr(config, "sliding_window", None), getattr(config, "max_position_embeddings", None)
+    if window is not None and context is not None and window >= context:
+        return  # nothing is ever outside it
     for layer, kind in enumerate(types or ()):
         if kind == "sliding_attention" and windows[layer] is None:
-            raise _refusal(name, f"layer {layer} has a sliding window that it gives only as a mask")
-    if not types and getattr(config, "sliding_window", None) is not None and set(windows.values()) == {None}:
-        raise _refusal(name, "it has a sliding window that it gives only as a mask")
+            raise ModelError(f"layer {layer} has a sliding window that it gives only as a mask")
+    if not types and window is not None and set(windows.values()) == {None}:
+        raise ModelError("it has a sliding window that it gives only as a mask")
 
 
-def _compare(name: str, dtype: torch.dtype, expected: Any, chunks: list[Any]) -> None:
-    """Hidden states layer by layer, then the logits."""
-    states = expected.hidden_states or ()
-    for index, state in enumerate(states):
-        ours = torch.cat([chunk.hidden_states[index] for chunk in chunks], dim=1)
-        _agree(name, dtype, f"layer {index - 1}" if index else "the embedding", state, ours)
-    ours = torch.cat([chunk.logits for chunk in chunks], dim=1)
-    _agree(name, dtype, "the logits", expected.logits, ours)
+def _compare(dtype: torch.dtype, expected: Any, chunks: list[_Chunk]) -> None:
+    """Hidden states layer by layer (`[..., T, width]`), then the logits of the rows asked for."""
+    for index, state in enumerate(expected.hidden_states or ()):
+        ours = torch.cat([chunk.output.hidden_states[index] for chunk in chunks], dim=-2)
+        _agree(dtype, f"layer {index - 1}" if index else "the embedding", state, ours)
+    rows = torch.cat([chunk.rows for chunk in chunks])
+    ours = torch.cat([chunk.output.logits for chunk in chunks], dim=-2)
+    if ours.shape[-2] != len(rows):
+        raise ModelError("it does not serve logits_to_keep: it gives logits of rows that were not asked for")
+    _agree(dtype, "the logits", expected.logits[:, rows], ours)
 
 
-def _agree(name: str, dtype: torch.dtype, where: str, expected: torch.Tensor, ours: torch.Tensor) -> None:
+def _agree(dtype: torch.dtype, where: str, expected: torch.Tensor, ours: torch.Tensor) -> None:
     expected, ours = expected.double(), ours.double()
     if not expected.isfinite().all():
-        raise _refusal(name, f"{where} of the untouched model holds NaN or infinite values in {dtype}")
+        wider = "; load it in bfloat16 or float32" if dtype == torch.float16 else ""
+        raise ModelError(f"{where} of the untouched model holds NaN or infinite values in {dtype}{wider}")
     worst = float(((expected - ours).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)).max())
     if not worst <= _BOUNDS[dtype]:
         allowed = f"in {dtype} {_BOUNDS[dtype]:.0e} is allowed"
-        raise _refusal(name, f"{where} is the first to differ from its own code, by {worst:.1e} ({allowed})")
+        raise ModelError(f"{where} is the first to differ from its own code, by {worst:.1e} ({allowed})")

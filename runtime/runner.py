@@ -22,8 +22,12 @@ class Runner:
 
     def __init__(self, model: Model, cache: RadixCache, *, poison: bool) -> None:
         self._model = model
-        self._cache = cache
         self._poison = poison
+        self.start_over(cache)
+
+    def start_over(self, cache: RadixCache) -> None:
+        """Serve a fresh cache over the same pool."""
+        self._cache = cache
         self.forget(np.arange(cache.num_pages + 1))
 
     def run(self, plan: StepPlan) -> Forward:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -45,6 +46,14 @@ class Scheduler:
         _remove(self.waiting if sequence.table is None else self.running, sequence)
         if sequence.table is not None:
             self.cache.close(sequence.table)
+            sequence.table = None
+
+    def start_over(self, cache: RadixCache, live: Iterable[Sequence]) -> None:
+        """Let every live sequence wait, without pages, for a fresh cache."""
+        self.cache = cache
+        self.waiting = sorted(live, key=_number)
+        self.running, self.isolated = [], []
+        for sequence in self.waiting:
             sequence.table = None
 
     def plan(self, plan: StepPlan) -> None:

@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from .errors import InvalidRequest
+from .checks import refuse
+from .errors import InvalidRequest, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,11 +51,7 @@ class HFTokenizer:
         return frozenset() if eos is None else frozenset([eos])
 
     def encode(self, text: str) -> list[int]:
-        try:
-            ids: list[int] = self._tokenizer(text, verbose=False).input_ids
-        except (TypeError, UnicodeEncodeError):  # how the Rust side refuses lone surrogates
-            raise InvalidRequest("prompt: text that is not Unicode given; allowed: no lone surrogates") from None
-        return ids
+        return self._ids("prompt", text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         # No clean-up: it moves spaces that the model wrote, and what a token adds would depend on the next one.
@@ -81,18 +78,25 @@ class HFTokenizer:
         return text.encode()
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        from jinja2 import TemplateError
-
         if self._tokenizer.chat_template is None:
             raise InvalidRequest("messages: given to a model without a chat template; allowed: a prompt as plain text")
+        are_mappings = isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
+        if not messages or not are_mappings:
+            refuse("messages", messages, "a list of at least one mapping with role and content")
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
             )
-        except (TemplateError, TypeError) as error:
-            raise InvalidRequest(f"messages: refused by the model's chat template: {error}") from None
+        except Exception as error:  # a template comes with the model and may fail in any way
+            raise InvalidRequest(f"messages: refused by the model's chat template: {first_line(error)}") from error
         assert isinstance(text, str)
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return self._ids("messages", text, add_special_tokens=False)
+
+    def _ids(self, field: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
+        except (TypeError, UnicodeEncodeError):  # how the Rust side refuses lone surrogates
+            raise InvalidRequest(f"{field}: text that is not Unicode given; allowed: no lone surrogates") from None
         return ids
 
 

@@ -17,7 +17,7 @@ from .batch import Batch, IntArray
 from .errors import ModelError
 from .kv import KVPool
 from .model import Forward
-from .probe import probe
+from .probe import first_tensor, probe
 
 
 class TransformerModel:
@@ -38,8 +38,9 @@ class TransformerModel:
         self._vocab_size, self._shapes = probed.vocab_size, probed.shapes
         self._context_len = self._resolve_context()
         self._pool: KVPool | None = None
-        self._hidden = torch.empty(0)
-        hf_model.base_model.register_forward_hook(self._keep_hidden)
+        self._eos_token_ids = self._resolve_eos()
+        self._hidden: torch.Tensor | None = None
+        probed.body.register_forward_hook(self._keep_hidden)
 
     @property
     def vocab_size(self) -> int:
@@ -51,11 +52,7 @@ class TransformerModel:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        for config in (self._hf.generation_config, self._hf.config.get_text_config(decoder=True)):
-            eos = getattr(config, "eos_token_id", None)
-            if eos is not None:
-                return frozenset([eos] if isinstance(eos, int) else eos)
-        return frozenset()
+        return self._eos_token_ids
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -101,9 +98,10 @@ class TransformerModel:
         )
         output = run_packed(self._hf, self._binding, step, token_ids, positions, logit_rows)
         logits = output.logits[0].float()
+        assert self._hidden is not None, "the probe saw its body give the rows"
         finite = self._hidden[0].isfinite().all(dim=-1)
         finite[logit_rows] &= logits.isfinite().all(dim=-1)
-        self._hidden = torch.empty(0)
+        self._hidden = None
         return Forward(logits=logits, finite=finite.cpu().numpy())
 
     def _step(self, batch: Batch) -> Step:
@@ -125,7 +123,19 @@ class TransformerModel:
         return self._pool
 
     def _keep_hidden(self, _module: Any, _inputs: Any, output: Any) -> None:
-        self._hidden = output[0]
+        self._hidden = first_tensor(output)
+
+    def _resolve_eos(self) -> frozenset[int]:
+        for config in (self._hf.generation_config, self._hf.config.get_text_config(decoder=True)):
+            eos = getattr(config, "eos_token_id", None)
+            if eos is not None:
+                break
+        given = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+        known = given & frozenset(range(self._vocab_size))
+        if given != known:
+            strange = ", ".join(map(str, sorted(given - known)))
+            self.notes += (f"end-of-text ids {strange} are ignored: the vocabulary has {self._vocab_size} ids",)
+        return known
 
     def _resolve_context(self) -> int:
         """The model's context, capped where its RoPE would depend on the longest position in the step.
@@ -133,13 +143,13 @@ class TransformerModel:
         One packed row holds many sequences, and there a neighbour's length would change an answer.
         """
         config = self._hf.config.get_text_config(decoder=True)
-        context: int | None = getattr(config, "max_position_embeddings", None)
-        if context is None:
-            raise ModelError(f"{self.name} cannot be served: its config gives no max_position_embeddings")
+        context = getattr(config, "max_position_embeddings", None)
+        if not isinstance(context, int) or context < 1:
+            raise ModelError(f"{self.name} cannot be served: its config gives {context!r} as max_position_embeddings")
         for rope in _rope_parameters(config):
             kind = rope.get("rope_type", "default")
             original = rope.get("original_max_position_embeddings", context)
-            if ("dynamic" in kind or kind == "longrope") and original <= context:
+            if ("dynamic" in kind or kind == "longrope") and original < context:
                 self.notes += (f"context capped at {original} tokens: beyond, {kind} RoPE depends on the longest row",)
                 context = original
         return context

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, strategies as st
@@ -266,8 +267,14 @@ def test_bytes_of_tokens() -> None:
 
 
 def test_text_that_is_not_unicode_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="prompt: text that is not Unicode given"):
-        byte_level().encode("a\ud800b")
+    for make in (byte_level, byte_fallback, word_pieces):
+        tokenizer = wrap(make()._tokenizer.backend_tokenizer)
+        tokenizer._tokenizer.chat_template = "{{ messages[0].content }}"
+        for text in ("a\ud800b", "\udfff"):
+            with pytest.raises(InvalidRequest, match="prompt: text that is not Unicode given"):
+                tokenizer.encode(text)
+            with pytest.raises(InvalidRequest, match="messages: text that is not Unicode given"):
+                tokenizer.chat([{"role": "user", "content": text}])
 
 
 def test_chat() -> None:
@@ -280,8 +287,42 @@ def test_chat() -> None:
         "<pad>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<eos>{% endif %}"
     )
     assert tokenizer.chat([{"role": "user", "content": "Hello"}]) == [1, *tokenizer.encode("Hello"), 0]
-    with pytest.raises(InvalidRequest, match="messages: refused by the model's chat template: only users"):
+    with pytest.raises(
+        InvalidRequest, match="messages: refused by the model's chat template: TemplateError: only users"
+    ):
         tokenizer.chat([{"role": "system", "content": "Hello"}])
+
+
+@pytest.mark.parametrize(
+    "messages", [[], (), "hi", "", None, 5, b"hi", ["hi"], [{"role": "user"}, None], {"role": "user"}]
+)
+def test_messages_that_are_no_conversation_are_refused(messages: Any) -> None:
+    tokenizer = wrap(byte_level()._tokenizer.backend_tokenizer)
+    tokenizer._tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(InvalidRequest, match=r"^messages: .* given; allowed: a list of at least one mapping"):
+        tokenizer.chat(messages)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 / 0 }}",
+        "{{ messages[5].content.more }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ range(10 ** 9) }}",
+        "{{ 'a'.encode('no such') }}",
+        "{{ raise_exception('two\nlines') }}",
+        "{{ raise_exception() }}",
+        "{% for",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        5,
+    ],
+)
+def test_a_template_that_fails_refuses_the_conversation_in_one_line(template: Any) -> None:
+    tokenizer = wrap(byte_level()._tokenizer.backend_tokenizer)
+    tokenizer._tokenizer.chat_template = template
+    with pytest.raises(InvalidRequest, match=r"\Amessages: refused by the model's chat template: .*\Z"):
+        tokenizer.chat([{"role": "user", "content": "Hello"}])
 
 
 @pytest.mark.deep

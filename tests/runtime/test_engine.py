@@ -273,9 +273,10 @@ class TestFaults:
                 assert choice.token_ids == answer(prompts[handle.number])
         assert calls >= failing
 
+    @pytest.mark.parametrize("before", [True, False])
     @pytest.mark.parametrize("call", range(1, 9))
     def test_an_interrupt_while_planning_changes_no_answer(
-        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, call: int
+        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, *, call: int, before: bool
     ) -> None:
         engine = make_engine(page_size=4, token_budget=6)
         prompts = [[1] * 9, [1] * 9, [*[1] * 6, 2, 3], [4] * 11]
@@ -285,9 +286,10 @@ class TestFaults:
         def interrupted(*given: Any, **named: Any) -> Any:
             nonlocal calls
             calls += 1
+            write = None if before and calls == call else extend(*given, **named)
             if calls == call:
                 raise KeyboardInterrupt
-            return extend(*given, **named)
+            return write
 
         monkeypatch.setattr(engine._cache, "extend", interrupted)
         with pytest.raises(KeyboardInterrupt):

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
+import logging
+import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
+from filelock import FileLock
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from radixrt.runtime import conversion
-from radixrt.runtime.conversion import DEFAULT_MODEL, default_model, find_gguf
+from radixrt.runtime.conversion import DEFAULT_MODEL, default_model, find_gguf, first_line, quiet_transformers
 from radixrt.runtime.errors import ModelError
 from radixrt.runtime.loading import load_model, resolve
 
@@ -73,7 +82,17 @@ def copy(saved: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def said(name: str | Path, **options: Any) -> str:
+def edit_config(directory: Path, **changes: Any) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+
+
+def add_tensor(directory: Path, name: str) -> None:
+    weights = load_file(directory / "model.safetensors") | {name: torch.zeros(3)}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def said(name: Any, **options: Any) -> str:
     """The one line with which a model is refused."""
     with pytest.raises(ModelError) as refused:
         load_model(name, **options)
@@ -110,6 +129,11 @@ def test_a_directory_that_is_no_model_is_said(tmp_path: Path) -> None:
     assert "no *.safetensors (there is config.json, pytorch_model.bin)" in said(tmp_path)
 
 
+def test_a_directory_that_cannot_be_read_is_said(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "listdir", Mock(side_effect=PermissionError("Permission denied")))
+    assert "cannot be read (PermissionError: Permission denied)" in said(saved)
+
+
 def test_a_hub_id_out_of_reach_is_said() -> None:
     for name in ("radixrt-tests/absent", "smolm2-135m"):
         message = said(name)
@@ -128,18 +152,111 @@ def test_missing_weights_are_said_and_never_random(copy: Path) -> None:
     weights = load_file(copy / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    assert "lack 1 of the weights" in said(copy)
+    assert "lack weights that it needs (model.layers.1.mlp.up_proj.weight)" in said(copy)
+
+
+def test_weights_of_other_shapes_are_said(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    edit_config(copy, hidden_size=64)
+    assert "in other shapes (lm_head.weight is [96, 32], not [96, 64], " in said(copy)
+    assert capfd.readouterr().err == "", "transformers' own report of it stays silent"
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.bias", "lm_head.bias"]
+)
+def test_weights_that_the_config_does_not_use_are_said(copy: Path, name: str) -> None:
+    add_tensor(copy, name)
+    assert f"hold weights that it does not use ({name})" in said(copy)
+
+
+def test_a_config_of_another_architecture_is_said(copy: Path) -> None:
+    """Llama's config with Qwen2's weights would run, without the biases."""
+    tiny.build(tiny.SERVED["qwen2"](), dtype=torch.float32).save_pretrained(copy)
+    edit_config(copy, model_type="llama", architectures=["LlamaForCausalLM"])
+    assert "hold weights that it does not use (model.layers.0.self_attn.k_proj.bias, " in said(copy)
+    tiny.build(tiny.SERVED["llama"](), dtype=torch.float32).save_pretrained(copy)
+    edit_config(copy, num_hidden_layers=1)
+    assert "and 6 more" in said(copy)
+
+
+def test_buffers_left_over_are_noted(copy: Path) -> None:
+    add_tensor(copy, "model.layers.0.self_attn.causal_mask")
+    model, _ = load_model(copy)
+    [note] = model.notes
+    assert "1 tensors of its files" in note
+    assert "causal_mask" in note
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", tiny.SERVED)
+def test_every_architecture_survives_its_round_trip(copy: Path, name: str, *, tied: bool) -> None:
+    config = tiny.SERVED[name]()
+    config.tie_word_embeddings = tied
+    tiny.build(config, dtype=torch.float32).save_pretrained(copy)
+    assert load_model(copy)[0].notes == ()
+
+
+def test_a_head_stored_beside_the_embedding_that_it_is_tied_to_loads(copy: Path) -> None:
+    edit_config(copy, tie_word_embeddings=True)
+    weights = load_file(copy / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    assert load_model(copy)[0].notes == ()
 
 
 def test_an_unknown_architecture_is_said_and_its_code_is_not_run(copy: Path) -> None:
-    config = json.loads((copy / "config.json").read_text())
-    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
-    (copy / "config.json").write_text(json.dumps(config))
+    auto_map = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    edit_config(copy, model_type="own", auto_map=auto_map)
     (copy / "own.py").write_text("raise SystemExit('this must not run')")
     assert "cannot be loaded" in said(copy)
 
 
-@pytest.mark.parametrize(("option", "value"), [("dtype", "int8"), ("dtype", torch.int32), ("device", "cuda")])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 0},
+        {"rope_parameters": {"rope_type": "weird", "rope_theta": 1.0}},
+        {"model_type": ""},
+        {"num_attention_heads": 3},
+    ],
+)
+def test_what_is_wrong_with_a_config_is_said_with_the_errors_type(copy: Path, changes: dict[str, Any]) -> None:
+    edit_config(copy, **changes)
+    assert re.search(r"cannot be loaded \(\w+Error: .*[^:]\)$", said(copy))
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (KeyError("weird"), "KeyError: 'weird'"),
+        (ValueError(), "ValueError"),
+        (ValueError("\n one\n two"), "ValueError: one"),
+        (ValueError("wrong:\n\n  one\n two"), "ValueError: wrong: one"),
+        (ValueError("wrong:"), "ValueError: wrong"),
+    ],
+)
+def test_an_error_in_one_line(error: Exception, line: str) -> None:
+    assert first_line(error) == line
+
+
+def test_transformers_is_as_talkative_afterwards_as_before() -> None:
+    before = transformers_logging.get_verbosity()
+    with quiet_transformers():
+        assert transformers_logging.get_verbosity() == logging.ERROR
+    assert transformers_logging.get_verbosity() == before
+
+
+@pytest.mark.parametrize(
+    "name", [None, 5, b"x", ["a"], "x" * 5000, Path("x" * 5000), "a\0b", "~nobody-here/x", "a/b\n"]
+)
+def test_what_is_no_name_is_said(name: Any) -> None:
+    assert len(said(name)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("dtype", "int8"), ("dtype", torch.int32), ("dtype", []), ("dtype", None), ("device", "cuda"), ("device", None)],
+)
 def test_unserved_dtypes_and_devices_are_said(saved: Path, option: str, value: Any) -> None:
     assert str(value) in said(saved, **{option: value})
 
@@ -220,11 +337,85 @@ def test_of_several_starters_one_converts(cache: Path, conversions: list[Path]) 
     assert len(conversions) == 1
 
 
+@pytest.mark.parametrize("progress", [True, False])
+@pytest.mark.usefixtures("conversions")
+def test_who_waits_for_anothers_conversion_says_so(
+    cache: Path,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    progress: bool,
+) -> None:
+    cache.mkdir()
+    waiting = threading.Thread(target=lambda: default_model(progress=progress))
+    with FileLock(cache / f"{DEFAULT_MODEL}.lock"):
+        waiting.start()
+        waiting.join(timeout=0.3)
+        assert waiting.is_alive()
+    waiting.join()
+    assert capsys.readouterr().err.count("another process is converting it") == progress
+
+
+def _file(target: Path) -> None:
+    target.write_text("in the way")
+
+
+def _dangling_link(target: Path) -> None:
+    target.symlink_to("nowhere")
+
+
+def _link(target: Path) -> None:
+    (target.parent / "elsewhere").mkdir()
+    target.symlink_to("elsewhere")
+
+
+def _directory(target: Path) -> None:
+    target.mkdir()
+
+
+@pytest.mark.parametrize("block", [_file, _dangling_link, _link, _directory])
+@pytest.mark.usefixtures("conversions")
+def test_what_stands_in_the_models_place_is_replaced(cache: Path, block: Callable[[Path], None]) -> None:
+    cache.mkdir()
+    block(cache / DEFAULT_MODEL)
+    assert (default_model() / "model.safetensors").read_text() == "weights"
+
+
 @pytest.mark.usefixtures("conversions")
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("RADIXRT_CACHE", str(tmp_path / "file"))
-    assert "set RADIXRT_CACHE" in said(DEFAULT_MODEL)
+    for where, why in (("file", "is a file)"), ("file/below", "NotADirectoryError"), ("x" * 300, "OSError")):
+        monkeypatch.setenv("RADIXRT_CACHE", str(tmp_path / where))
+        message = said(DEFAULT_MODEL)
+        assert why in message
+        assert message.endswith("; set RADIXRT_CACHE to a directory that can be written")
+
+
+_FULL = [
+    OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    SafetensorError("I/O error: No space left on device (os error 28)"),
+]
+
+
+@pytest.mark.parametrize(
+    "error", [*_FULL, PermissionError(errno.EACCES, "Permission denied"), RuntimeError("no")], ids=repr
+)
+@pytest.mark.parametrize("part", ["AutoTokenizer", "AutoModelForCausalLM"])
+@pytest.mark.usefixtures("cache")
+def test_what_fails_in_reading_and_what_in_writing(
+    monkeypatch: pytest.MonkeyPatch, part: str, error: Exception
+) -> None:
+    """A damaged package needs another way out than a full disk, whichever library found it."""
+    monkeypatch.setattr(conversion, "find_gguf", lambda: Path("model.gguf"))
+    for name in ("AutoTokenizer", "AutoModelForCausalLM"):
+        made = Mock()
+        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", Mock(return_value=made))
+        if name == part:
+            made.save_pretrained.side_effect = error
+    message = said(DEFAULT_MODEL)
+    assert "cannot be written to" in message
+    assert ("free 1 GB there" in message) == (error in _FULL)
+    getattr(transformers, part).from_pretrained.side_effect = error
+    assert "--force-reinstall" in said(DEFAULT_MODEL)
 
 
 @pytest.mark.usefixtures("cache")

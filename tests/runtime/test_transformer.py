@@ -178,6 +178,52 @@ def test_unfaithful_architectures_are_refused(name: str) -> None:
     assert "\n" not in str(refused.value)
 
 
+def test_finite_has_an_entry_for_each_token(served: tuple[Any, TransformerModel]) -> None:
+    _, model = served
+    driver = Driver(model)
+    first, second = driver.add(), driver.add()
+    steps: list[dict[int, Sequence[int]]] = [{first: prompt(7), second: prompt(3)}, {first: [5], second: prompt(6)}]
+    for chunks in steps:
+        forward = model.forward(driver.batch(chunks))
+        assert forward.finite.shape == (sum(map(len, chunks.values())),)
+        assert forward.logits.shape == (len(chunks), model.vocab_size)
+
+
+@pytest.mark.parametrize("name", tiny.SERVED)
+def test_a_row_that_is_not_finite_is_told_in_every_architecture(name: str) -> None:
+    """Among rows whose logits nobody asked for, as a head that shares the broken embedding would break them all."""
+    hf_model = tiny.build(tiny.SERVED[name]())
+    model = TransformerModel(hf_model)
+    hf_model.get_input_embeddings().weight.data[7] = torch.nan
+    driver = Driver(model)
+    finite = model.forward(driver.batch({driver.add(): [5, 7, 6], driver.add(): [8, 9, 10]})).finite
+    assert finite[[1, 3, 4]].tolist() == [False, True, True]
+
+
+def test_models_that_give_logits_of_rows_not_asked_for_are_refused() -> None:
+    model = tiny.build(tiny.SERVED["llama"]())
+    forward = model.forward
+    model.forward = lambda logits_to_keep=0, **options: forward(**options)
+    with pytest.raises(ModelError, match="LlamaForCausalLM cannot be served: it does not serve logits_to_keep"):
+        TransformerModel(model)
+
+
+def test_models_that_show_no_row_per_token_are_refused() -> None:
+    model = tiny.build(tiny.SERVED["llama"]())
+    attentions = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    model.modules = lambda: iter(attentions)
+    with pytest.raises(ModelError, match="LlamaForCausalLM cannot be served: no part of it"):
+        TransformerModel(model)
+
+
+@pytest.mark.parametrize("output", [None, (), object(), (torch.zeros(1, 3),)])
+def test_whatever_a_model_gives_is_refused_in_one_line(output: Any) -> None:
+    model = tiny.build(tiny.SERVED["llama"]())
+    model.forward = lambda **_: output
+    with pytest.raises(ModelError, match=r"^LlamaForCausalLM cannot be served: .*$"):
+        TransformerModel(model)
+
+
 def test_encoder_decoders_are_refused() -> None:
     config = hf.T5Config(vocab_size=96, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4)
     with pytest.raises(ModelError, match=r"T5ForConditionalGeneration .* encoder-decoder"):
@@ -216,6 +262,20 @@ def test_windows_given_only_as_masks_are_refused() -> None:
         TransformerModel(model)
 
 
+@pytest.mark.parametrize("width", [tiny.CONTEXT_LEN - 1, tiny.CONTEXT_LEN])
+@pytest.mark.parametrize("name", ["gemma3", "llama"])
+def test_windows_no_smaller_than_the_context_need_no_mask(name: str, width: int) -> None:
+    model = tiny.build(tiny.SERVED[name]())
+    model.config.sliding_window = width
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    if width < tiny.CONTEXT_LEN:
+        with pytest.raises(ModelError, match="only as a mask"):
+            TransformerModel(model)
+    else:
+        assert TransformerModel(model).context_len == width
+
+
 def test_chunked_attention_is_refused() -> None:
     model = tiny.build(tiny.SERVED["llama"]())
     model.config.layer_types = ["full_attention", "chunked_attention"]
@@ -233,7 +293,8 @@ def test_rope_that_depends_on_length_is_capped_and_said(kind: str) -> None:
     model = TransformerModel(tiny.build(config))
     expected_len = 64 if kind == "longrope" else tiny.CONTEXT_LEN
     assert model.context_len == expected_len
-    assert any(kind in note and str(expected_len) in note for note in model.notes)
+    capped = [f"context capped at 64 tokens: beyond, {kind} RoPE depends on the longest row"]
+    assert list(model.notes) == (capped if expected_len < tiny.CONTEXT_LEN else [])
     driver = Driver(model)
     short, long = driver.add(), driver.add()
     ids = prompt(12)
@@ -244,6 +305,23 @@ def test_rope_that_depends_on_length_is_capped_and_said(kind: str) -> None:
 def test_bfloat16_models_are_served() -> None:
     model = TransformerModel(tiny.build(tiny.SERVED["llama"](), dtype=torch.bfloat16))
     assert len(Driver(model).greedy(prompt(19))) == NUM_NEW
+
+
+def test_what_overflows_in_float16_is_refused_with_the_way_out() -> None:
+    model = tiny.build(tiny.SERVED["llama"](), dtype=torch.float16)
+    model.model.layers[0].mlp.up_proj.weight.data *= 1e4
+    with pytest.raises(ModelError, match=r"layer 0 .* infinite values .* load it in bfloat16 or float32"):
+        TransformerModel(model)
+
+
+@pytest.mark.parametrize("where", ["config", "generation_config"])
+def test_ends_outside_the_vocabulary_are_dropped_and_said(where: str) -> None:
+    hf_model = tiny.build(tiny.SERVED["llama"]())
+    hf_model.generation_config.eos_token_id = None
+    getattr(hf_model, where).eos_token_id = [5, tiny.VOCAB_SIZE, -1, tiny.VOCAB_SIZE - 1]
+    model = TransformerModel(hf_model)
+    assert model.eos_token_ids == {5, tiny.VOCAB_SIZE - 1}
+    assert model.notes == ("end-of-text ids -1, 96 are ignored: the vocabulary has 96 ids",)
 
 
 def test_facts_about_the_model() -> None:

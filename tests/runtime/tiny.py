@@ -43,6 +43,33 @@ _FOUR_LAYERS: dict[str, Any] = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
 }
+_OPT: dict[str, Any] = {  # calls its decoder, never its base model
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "word_embed_proj_dim": 16,
+    "ffn_dim": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT_LEN,
+    "init_std": 0.3,
+}
+_LLAMA4: dict[str, Any] = {  # is its own base model
+    **_COMMON,
+    "head_dim": 8,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 2,
+    "layer_types": ["full_attention"] * 2,
+    "no_rope_layers": [1, 0],
+}
+_GEMMA3N: dict[str, Any] = {  # hidden states of four dimensions; layers that share keys and values
+    **_FOUR_LAYERS,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "laurel_rank": 4,
+    "activation_sparsity_pattern": [0.0] * 4,
+}
 _LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -79,6 +106,9 @@ SERVED: dict[str, Callable[[], Any]] = {
     "olmo2": lambda: hf.Olmo2Config(**_COMMON),
     "phi3": lambda: hf.Phi3Config(**_COMMON, sliding_window=WINDOW),
     "stablelm": lambda: hf.StableLmConfig(**_COMMON),
+    "opt": lambda: hf.OPTConfig(**_OPT),
+    "llama4": lambda: hf.Llama4TextConfig(**_LLAMA4, attn_temperature_tuning=False),
+    "gemma3n": lambda: hf.Gemma3nTextConfig(**_GEMMA3N),
     "mixtral": lambda: hf.MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
 }
 
@@ -87,6 +117,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "bloom": (lambda: hf.BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4), "ALiBi"),
     "mpt": (lambda: hf.MptConfig(vocab_size=VOCAB_SIZE, d_model=32, n_layers=2, n_heads=4), "ALiBi"),
     "falcon": (lambda: hf.FalconConfig(**_without("intermediate_size", "num_key_value_heads")), "attention interface"),
+    "llama4-tuned": (lambda: hf.Llama4TextConfig(**_LLAMA4, attn_temperature_tuning=True), "attn_temperature_tuning"),
+    "no-layers": (lambda: hf.LlamaConfig(**_COMMON | {"num_hidden_layers": 0}), "0 layers"),
+    "no-context": (lambda: hf.LlamaConfig(**_COMMON | {"max_position_embeddings": 0}), "0 as max_position_embeddings"),
     "gpt-oss": (lambda: hf.GptOssConfig(**_COMMON, head_dim=8, num_local_experts=4, num_experts_per_tok=2), "s_aux"),
 }
 
