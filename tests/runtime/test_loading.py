@@ -29,8 +29,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from radixrt.runtime import conversion
-from radixrt.runtime.conversion import DEFAULT_MODEL, default_model, find_gguf, first_line, quiet_transformers
-from radixrt.runtime.errors import ModelError
+from radixrt.runtime.conversion import DEFAULT_MODEL, default_model, find_gguf, quiet_transformers
+from radixrt.runtime.errors import ModelError, first_line
 from radixrt.runtime.loading import load_model, resolve
 
 from . import tiny
