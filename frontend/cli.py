@@ -30,7 +30,7 @@ app = typer.Typer(
 
 Model = Annotated[str, typer.Option(help="Name, directory or hub id of the model.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
-PageSize = Annotated[int, typer.Option(help="Tokens a page.")]
+PageSize = Annotated[int, typer.Option(help="Tokens per page.")]
 KVMemory = Annotated[str, typer.Option(help="Size of the KV pool.")]
 
 
@@ -42,7 +42,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
     temperature: Annotated[float, typer.Option(help="0: always the most probable token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from this much probability, in (0, 1].")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Of the draws.", show_default="the engine's")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random draws.", show_default="the engine's")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; repeatable.")] = None,
     page_size: PageSize = 16,
     kv_memory: KVMemory = "512MiB",

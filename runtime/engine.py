@@ -157,7 +157,7 @@ class Engine:
         return [outputs[handle] for handle in handles]
 
     def stream(self, prompt: str | list[int], params: SamplingParams | None = None, namespace: str = "") -> EventStream:
-        """Submit now; the events of the request as they come, FinishEvent last. Leaving them early aborts it."""
+        """Submit now; the events of the request as they come, FinishEvent last. Closing the stream early aborts it."""
         stream = EventStream(self._advance, self._abandon)
         self._submit_to(stream, prompt, params, namespace)
         return stream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from types import TracebackType
 from typing import Self
 
 from .outputs import Event, FinishEvent, Handle
@@ -12,8 +13,8 @@ from .outputs import Event, FinishEvent, Handle
 class EventStream:
     """Steps the engine as often as the next event needs; ends after the last request's FinishEvent.
 
-    `mailbox` is where the engine puts the events of `handles`. Closing it, or letting go of it, aborts what has not
-    ended.
+    `mailbox` is where the engine puts the events of the `unfinished` requests. Closing it, leaving its `with` block or
+    dropping the last name that holds it aborts what has not ended.
     """
 
     def __init__(self, advance: Callable[[], None], abandon: Callable[[Iterable[Handle]], None]) -> None:
@@ -36,10 +37,18 @@ class EventStream:
         return event
 
     def close(self) -> None:
-        """Abort what has not ended; no event comes any more. Twice is fine."""
+        """Abort what has not ended; no further events come. Twice is fine."""
         unfinished, self.unfinished = self.unfinished, set()
         self._abandon(unfinished)
         self.mailbox.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def __del__(self) -> None:
         self.close()

@@ -56,7 +56,7 @@ if not TYPE_CHECKING:  # a type checker that sees a module's __getattr__ accepts
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
 
 
 def _installed_version() -> str:

@@ -99,7 +99,7 @@ class TestEvents:
             assert engine.step() == []
         assert [type(event) for event in stream] == [TokenEvent] * 8 + [FinishEvent]
 
-    @pytest.mark.parametrize("let_go", ["close", "del", "engine"])
+    @pytest.mark.parametrize("let_go", ["close", "with", "del", "engine"])
     def test_a_stream_that_is_never_read_leaves_nothing(self, make_engine: MakeEngine, let_go: str) -> None:
         engine = make_engine()
         stream = engine.stream([1, 2, 3], GREEDY)
@@ -108,6 +108,9 @@ class TestEvents:
             stream.close()
             stream.close()
             assert list(stream) == []
+        elif let_go == "with":
+            with stream:
+                next(stream)
         elif let_go == "del":
             del stream
         else:
