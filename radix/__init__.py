@@ -19,7 +19,7 @@ from .errors import (
 from .policy import LRU, EvictionPolicy
 from .pool import PagePool
 from .table import PageTable, Pin
-from .tokens import IntArray, Tokens, as_tokens
+from .tokens import IntArray, Tokens, agreement, as_tokens, page_key
 from .tree import RadixTree
 from .values import CacheStats, Explanation, Match, PageCopy, WritePlan
 
@@ -45,6 +45,8 @@ __all__ = [
     "RadixrtError",
     "Tokens",
     "WritePlan",
+    "agreement",
     "as_tokens",
+    "page_key",
     "require",
 ]

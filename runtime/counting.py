@@ -11,7 +11,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from .plan import Entry, StepPlan, common_len
+from radixrt.radix import agreement
+
+from .plan import Entry, StepPlan
 from .sequence import Sequence
 
 
@@ -65,5 +67,5 @@ def trie_size(token_lists: Iterable[AnySequence[int]]) -> int:
     """Nodes of the token trie of these lists: the least number of rows that computes them all. O(total log n)."""
     ordered = sorted(np.asarray(tokens, dtype=">i4").tobytes() for tokens in token_lists)
     lists = [np.frombuffer(key, dtype=">i4").astype(np.int32) for key in ordered]
-    shared = sum(common_len(a, b) for a, b in pairwise(lists))
+    shared = sum(agreement(a, b) for a, b in pairwise(lists))
     return sum(map(len, lists)) - shared

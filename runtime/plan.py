@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from radixrt.radix import PageTable, WritePlan
+from radixrt.radix import PageTable, WritePlan, agreement, page_key
 
 from .batch import Batch, IntArray
 from .sequence import Sequence, TokenArray
@@ -80,11 +80,11 @@ class StepPlan:
         if not place:
             return None
         base = start - start % self.page_size
-        at = bisect_left(place, (_sort_key(tokens, base), -1))
+        at = bisect_left(place, (page_key(tokens, base, len(tokens)), -1))
         best: Leader | None = None
         for _, index in place[max(0, at - 1) : at + 1]:  # in sorted order the neighbours agree longest
             entry = self.entries[index]
-            agreed = base + common_len(tokens[base:], entry.sequence.tokens[base:])
+            agreed = base + agreement(tokens[base:], entry.sequence.tokens[base:])
             if agreed > start and (best is None or agreed > best.agreed):
                 best = Leader(entry, agreed)
         return best
@@ -106,7 +106,7 @@ class StepPlan:
         if not sequence.is_decoding:  # generated tokens are computed once per branch
             base = entry.start - entry.start % self.page_size
             place = self._place(sequence.namespace, entry.start, entry.table.page_ids)
-            insort(self._places[place], (_sort_key(sequence.tokens, base), len(self.entries) - 1))
+            insort(self._places[place], (page_key(sequence.tokens, base, sequence.num_tokens), len(self.entries) - 1))
 
     def __contains__(self, sequence: Sequence) -> bool:
         return any(entry.sequence is sequence for entry in self.entries)
@@ -157,16 +157,6 @@ class StepPlan:
     def _place(self, namespace: str, start: int, page_ids: IntArray | TokenArray) -> tuple[str, int, int]:
         full = start // self.page_size
         return namespace, start, int(page_ids[full - 1]) if full else 0
-
-
-def _sort_key(tokens: TokenArray, start: int) -> bytes:
-    return tokens[start:].astype(">i4").tobytes()
-
-
-def common_len(a: TokenArray, b: TokenArray) -> int:
-    n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    return int(differs.argmax()) if differs.any() else n
 
 
 def _concat(parts: list[IntArray] | list[TokenArray] | list[IntArray | TokenArray]) -> IntArray:
