@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-IntArray = npt.NDArray[np.int64]
+from radixrt.kernels.plan import AttentionPlan, IntArray, build_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,3 +38,15 @@ class Batch:
     @property
     def num_segments(self) -> int:
         return len(self.row_indptr) - 1
+
+    def plan(self, *, page_size: int, exact: bool, sharing_cost: int) -> AttentionPlan:
+        """What its attention reads, shared runs of pages as nodes of their own where that pays: see `build_plan`."""
+        return build_plan(
+            self.positions,
+            self.row_indptr,
+            self.page_indptr,
+            self.page_ids,
+            page_size=page_size,
+            exact=exact,
+            sharing_cost=sharing_cost,
+        )

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from radixrt.kernels.cpu import torch_paged
-
-from .batch import IntArray
+from radixrt.kernels.plan import IntArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .batch import Batch, IntArray
+from radixrt.kernels.plan import IntArray
+
+from .batch import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from radixrt.kernels.plan import IntArray
 from radixrt.radix import PageTable, WritePlan, agreement, page_key
 
-from .batch import Batch, IntArray
+from .batch import Batch
 from .sequence import Sequence, TokenArray
 
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from radixrt.kernels.plan import IntArray
 from radixrt.radix import RadixCache
 
-from .batch import IntArray
 from .model import Forward, Model
 from .plan import StepPlan
 

@@ -1,4 +1,4 @@
-"""A model without numerics for tests: `HashModel`, whose next token is a hash of what it reads through the pages.
+"""A model without numerics for tests: `HashModel`, whose next token is a hash of what it reads through a step's plan.
 
 Any wrong, stale or misplaced page becomes another token, in milliseconds and exactly. Knows nothing of scheduling.
 """
@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .batch import Batch, IntArray
+from radixrt.kernels.plan import AttentionPlan, IntArray
+
+from .batch import Batch
 from .model import Forward
 
 _Words = npt.NDArray[np.uint64]
@@ -27,12 +29,16 @@ class HashModel:
     hash of everything their row read in the first: a page reused under a wrong parent is seen although its own tokens
     are right. Logits are a hash of everything read in the second.
 
-    `before_forward` may raise, as a failing device would; `finite` marks rows (`[T]` bool) that came out as NaN.
+    It reads as a kernel does, through an attention plan: a row whose nodes do not cover its positions exactly once
+    yields another token, and the order in which they are merged does not matter. `planner` makes the plan of a batch
+    at a page size; by default every run of pages that two segments share is one node. `before_forward` may raise, as
+    a failing device would; `finite` marks rows (`[T]` bool) that came out as NaN.
     """
 
     vocab: int = 1000
     context: int = 1 << 20
     eos: frozenset[int] = frozenset()
+    planner: Callable[[Batch, int], AttentionPlan] | None = None
     before_forward: Callable[[Batch], None] | None = None
     finite: Callable[[Batch], npt.NDArray[np.bool_]] | None = None
     _layers: list[_Words] = field(default_factory=list)
@@ -55,7 +61,7 @@ class HashModel:
         return {"kind": "hash", "vocab": self.vocab, "context": self.context, "eos": sorted(self.eos)}
 
     def describe(self) -> dict[str, str]:
-        return {"model": "hash model", "attention": "reads the whole path through the page table"}
+        return {"model": "hash model", "attention": "reads the whole path through the attention plan"}
 
     def page_bytes(self, page_size: int) -> int:
         return 16 * page_size
@@ -76,33 +82,34 @@ class HashModel:
     def forward(self, batch: Batch) -> Forward:
         if self.before_forward is not None:
             self.before_forward(batch)
+        plan = self._plan(batch)
         values = np.empty(batch.num_rows, dtype=np.uint64)
-        for first, stop, _, namespace in self._segments(batch):
+        rows = batch.row_indptr.tolist()
+        for namespace, first, stop in zip(batch.namespaces, rows, rows[1:], strict=False):
             salt = np.frombuffer(blake2b(namespace.encode(), digest_size=8).digest(), dtype=np.uint64)
             values[first:stop] = _mix(batch.token_ids[first:stop].astype(np.uint64) ^ salt)
         values = _mix(values + batch.positions.astype(np.uint64))
         for layer in self._layers:
             layer[batch.write_slots] = values[batch.write_rows]
-            values = self._read(batch, layer)
+            values = self._read(plan, layer)
         finite = self.finite(batch) if self.finite is not None else np.ones(batch.num_rows, dtype=np.bool_)
         return Forward(logits=torch.from_numpy(self._logits(values[batch.logit_rows])), finite=finite)
 
-    def _segments(self, batch: Batch) -> list[tuple[int, int, IntArray, str]]:
-        """(first row, past the last row, page ids, namespace) of each segment."""
-        rows, pages = batch.row_indptr.tolist(), batch.page_indptr.tolist()
-        return [
-            (rows[s], rows[s + 1], batch.page_ids[pages[s] : pages[s + 1]], batch.namespaces[s])
-            for s in range(batch.num_segments)
-        ]
+    def _plan(self, batch: Batch) -> AttentionPlan:
+        if self.planner is not None:
+            return self.planner(batch, self._page_size)
+        return batch.plan(page_size=self._page_size, exact=False, sharing_cost=1)
 
-    def _read(self, batch: Batch, layer: _Words) -> _Words:
-        """For each row a hash of `layer` at positions `[0, its own]`, in order, through its page table."""
-        out = np.empty(batch.num_rows, dtype=np.uint64)
-        for first, stop, page_ids, _ in self._segments(batch):
-            read = layer.reshape(-1, self._page_size)[page_ids].reshape(-1)[: batch.positions[stop - 1] + 1]
-            sums = np.cumsum(_mix(read + _mix(np.arange(len(read), dtype=np.uint64))), dtype=np.uint64)
-            out[first:stop] = _mix(sums[batch.positions[first:stop]])
-        return out
+    def _read(self, plan: AttentionPlan, layer: _Words) -> _Words:
+        """For each row a hash of `layer` at the positions `[0, its own]`: a sum over them, so in any order."""
+        totals = np.zeros(plan.num_rows, dtype=np.uint64)
+        pages = layer.reshape(-1, plan.page_size)
+        for start, page_ids, rows in plan.nodes():
+            read = pages[page_ids].reshape(-1)
+            words = _mix(read + _mix(np.arange(start, start + len(read), dtype=np.uint64)))
+            sums = np.cumsum(words, dtype=np.uint64)
+            totals[rows] += sums[np.minimum(plan.positions[rows] - start, len(read) - 1)]
+        return _mix(totals)
 
     def _logits(self, values: _Words) -> npt.NDArray[np.float32]:
         """[R, vocab] in [0, 8), a hash of each value and the token id."""

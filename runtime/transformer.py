@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from radixrt.kernels.cpu.plan import Plan
+from radixrt.kernels.plan import IntArray
 
 from .attention import Step, bind, run_packed
-from .batch import Batch, IntArray
+from .batch import Batch
 from .errors import ModelError
 from .kv import KVPool
 from .model import Forward

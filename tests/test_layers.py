@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("radix", "kernels", "runtime", "frontend")
 LOWER = {"radix": (), "kernels": (), "runtime": ("radix", "kernels"), "frontend": ("runtime",)}
 # The two that stand alone take nothing from the world but this. The test kit adds Hypothesis.
-WORLD = {"radix": {"numpy", "sortedcontainers"}, "kernels": {"torch", "triton"}}
+WORLD = {"radix": {"numpy", "sortedcontainers"}, "kernels": {"numpy", "torch", "triton"}}
 TEST_KIT = {"hypothesis", "pytest"}
 
 Import = tuple[int, int, str, tuple[str, ...]]  # line, relative level, module, names

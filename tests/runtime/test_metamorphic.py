@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from radixrt.kernels.plan import AttentionPlan
 from radixrt.radix.testing import prefix_families
 from radixrt.runtime import Engine, FinishEvent, Handle, Output, SamplingParams
 from radixrt.runtime.batch import Batch
 from radixrt.runtime.testing import HashModel
+
+from ..plans import random_plan
 
 VOCAB = 50
 
@@ -108,6 +112,57 @@ def test_no_setting_changes_an_answer(work: Work, settings: dict[str, Any], slac
     with Engine(HashModel(vocab=VOCAB), **settings) as engine:
         assert run(engine, work) == expected
         assert run(engine, work) == expected
+
+
+@given(work=works(), settings=engine_settings(), seed=st.integers(0, 2**32))
+def test_no_plan_changes_an_answer(work: Work, settings: dict[str, Any], seed: int) -> None:
+    """Whatever legal forest the attention of a step reads through, and in whatever order its nodes come."""
+    random = Random(seed)
+
+    def planner(batch: Batch, page_size: int) -> AttentionPlan:
+        step = (batch.positions, batch.row_indptr, batch.page_indptr, batch.page_ids)
+        plan = random_plan(random, *step, page_size=page_size, exact=False)
+        plan.check()
+        return _shuffled(plan, random)
+
+    expected = [alone(p, s) for p, s in zip(work.prompts, work.params, strict=True)]
+    settings = settings | {"num_pages": small_pool(work, settings["page_size"], 12)}
+    with Engine(HashModel(vocab=VOCAB, planner=planner), **settings) as engine:
+        assert run(engine, work) == expected
+        assert run(engine, work) == expected
+
+
+def _shuffled(plan: AttentionPlan, random: Random) -> AttentionPlan:
+    """The same nodes in another order: partial results may merge in any."""
+    nodes = list(plan.nodes())
+    random.shuffle(nodes)
+    return replace(
+        plan,
+        starts=np.array([start for start, _, _ in nodes]),
+        page_indptr=np.cumsum([0, *(len(pages) for _, pages, _ in nodes)]),
+        page_ids=np.concatenate([pages for _, pages, _ in nodes]),
+        row_indptr=np.cumsum([0, *(len(rows) for _, _, rows in nodes)]),
+        row_ids=np.concatenate([rows for _, _, rows in nodes]),
+    )
+
+
+@pytest.mark.parametrize("starts", [(0, 8), (0, 4, 4), (0, 4, 8, 8), (4,), (0, 8, 4)])
+def test_the_hash_model_sees_a_plan_that_reads_wrongly(starts: tuple[int, ...]) -> None:
+    """A prompt of three pages, read in nodes of one page that leave one out, read one twice or take it for another."""
+    prompt, params = list(range(12)), SamplingParams(max_tokens=4, temperature=0.0)
+
+    def planner(batch: Batch, page_size: int) -> AttentionPlan:
+        plan = batch.plan(page_size=page_size, exact=False, sharing_cost=1)
+        if batch.num_rows == 1:
+            return plan
+        n = len(starts)
+        pages, rows = np.resize(plan.page_ids, n), np.tile(plan.row_ids, n)
+        at = [np.arange(n + 1), np.arange(n + 1) * batch.num_rows]
+        return replace(plan, starts=np.array(starts), page_indptr=at[0], page_ids=pages, row_indptr=at[1], row_ids=rows)
+
+    with Engine(HashModel(vocab=VOCAB, planner=planner), num_pages=64, page_size=4) as engine:
+        answer = engine.generate([prompt], params)[0].choices[0].token_ids
+    assert answer != alone(prompt, params)
 
 
 @given(work=works(), data=st.data())
