@@ -1,4 +1,4 @@
-"""The `radixrt` command: generate, demo, info, replay.
+"""The `radixrt` command: generate, demo, verify, info, replay.
 
 Knows nothing of models or caching. Imports of the runtime stand inside the commands, because torch comes with it.
 """
@@ -88,6 +88,39 @@ def demo(model: Model = "smollm2-135m", kv_memory: KVMemory = "512MiB", dtype: D
         from .demo import run
 
         if not run(open_engine(model, dtype=dtype, kv_memory=kv_memory), Console(highlight=False)):
+            raise typer.Exit(1)
+
+
+@app.command()
+def verify(
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPTS]", help="By default the demo's.")] = None,
+    model: Model = "smollm2-135m",
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 32,
+    page_size: PageSize = 16,
+    dtype: Dtype = "float32",
+) -> None:
+    """Run prompts in twelve ways: cold, hot, batched, in chunks, forked, preempted. Compare all bits of the answers.
+
+    The exit code is 1 where one way gives another answer than the first.
+    """
+    with plain_errors():
+        from .demo import few_shot_prompts
+        from .verify import Job, verify as ways
+
+        with open_engine(model, dtype=dtype, page_size=page_size, kv_memory="512MiB") as engine:
+            tokenizer = engine.tokenizer
+        note(f"exact: {engine.model.describe().get('exact', 'not known')}")
+        assert tokenizer is not None, "models that are loaded come with their tokenizer"
+        ids = [tokenizer.encode(prompt) for prompt in prompts] if prompts else few_shot_prompts(tokenizer)[:4]
+        job = Job(model=engine.model, tokenizer=tokenizer, prompts=ids, max_tokens=max_tokens, page_size=page_size)
+        verdicts = []
+        for verdict in ways(job):
+            verdicts.append(verdict)
+            typer.echo(f"{'same  ' if verdict.difference is None else 'OTHER '} {verdict.name}")
+        different = [verdict for verdict in verdicts if verdict.difference is not None]
+        typer.echo(f"identical: {len(verdicts) - len(different)} of {len(verdicts)} ways")
+        if different:
+            typer.echo(f"first difference: {different[0].name}: {different[0].difference}")
             raise typer.Exit(1)
 
 

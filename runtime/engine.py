@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from radixrt.radix import BrokenInvariant, CacheStats, Explanation, RadixCache
 
@@ -35,8 +34,10 @@ from .sampler import Sampled, sample
 from .scheduler import Scheduler
 from .sequence import Sequence
 from .stream import EventStream
+from .threads import set_threads
 from .tokenizer import Tokenizer
 
+MAX_THREADS = 1024
 MAX_FORKS = 4096  # in one call: a typing error should not fill the memory
 
 
@@ -54,7 +55,8 @@ class Engine:
     """Generates for many requests at once over shared, paged KV.
 
     `model` is the name or path of a model (loaded in `dtype` on `device`, with its tokenizer) or an object that
-    implements `Model`, then with its `tokenizer` where prompts or outputs are text. Further settings: `EngineConfig`.
+    implements `Model`, then with its `tokenizer` where prompts or outputs are text. `threads` are torch's, in the
+    whole process. Further settings: `EngineConfig`.
     Not thread-safe; a caller with threads gives the engine one of its own.
     """
 
@@ -65,9 +67,11 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         dtype: str = "float32",
         device: str = "cpu",
+        threads: int | None = None,
         **settings: Any,
     ) -> None:
         config = EngineConfig.of(settings)
+        set_threads(None if threads is None else integer("threads", threads, 1, MAX_THREADS))
         self._recorder = Recorder(config.record)  # first: a path that cannot be written should not wait for the model
         self.model: Model
         self.tokenizer: Tokenizer | None
@@ -238,7 +242,8 @@ class Engine:
             return []
         index = np.searchsorted(plan.logit_rows, [entry.rows[-1] for entry in entries])
         rows = [entry.sequence.sampler_row(self.model.eos_token_ids) for entry in entries]
-        return sample(forward.logits[torch.from_numpy(index)], rows)
+        logits = forward.logits.cpu()
+        return sample([logits[i] for i in index], rows)
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> None:
         """Commit one sampled token, tell of it, and end the request where it was the last."""

