@@ -1,0 +1,194 @@
+// The native CPU backend's entry points, called from native.py: steps, attention of one layer, copies of pages.
+// Knows nothing of Python or torch: plain pointers and strides, checked by the caller.
+//
+// A layer is one parallel region: new keys and values are written, tasks reduce their pages, and rows that several
+// tasks have read are folded. The parts and their oracle: native/tasks.h, native/tile.h, ../reference.py.
+
+#include <cstdlib>
+#include <memory>
+
+#include "native/tasks.h"
+
+namespace radixrt {
+
+// A tensor [rows, heads, elements]; strides in elements, the last dimension contiguous.
+struct Rows {
+    void* data;
+    int64_t row_stride, head_stride;
+
+    template <class Element>
+    Element* at(int64_t row, int64_t head) const {
+        return (Element*)data + row * row_stride + head * head_stride;
+    }
+};
+
+struct Call {
+    Rows q, k, v, out;
+    void *k_cache, *v_cache;
+    int64_t num_heads, num_kv_heads, dim;
+    int64_t window;  // positions a row reads back from its own; at least 1
+    float scale, softcap;
+    int32_t threads;
+};
+
+// Memory that a thread keeps between calls: fresh memory would be mapped page by page each time.
+class Scratch {
+   public:
+    template <class T>
+    T* get(int64_t count) {
+        const size_t need = (count * sizeof(T) + 63) / 64 * 64;
+        if (need > size_) {
+            data_.reset(std::aligned_alloc(64, need));
+            size_ = need;
+        }
+        return (T*)data_.get();
+    }
+
+   private:
+    struct Free { void operator()(void* data) const { std::free(data); } };
+    std::unique_ptr<void, Free> data_;
+    size_t size_ = 0;
+};
+
+template <class Format>
+void write_slot(const Step& step, const Call& call, int64_t i, int64_t head) {
+    using Element = typename Format::Element;
+    constexpr int PAIR = Format::PAIR;
+    const int64_t page = step.write_slots[i] / step.page_size, offset = step.write_slots[i] % step.page_size;
+    const int64_t base = (page * call.num_kv_heads + head) * step.page_size * call.dim;
+    const Element* k = call.k.at<const Element>(step.write_rows[i], head);
+    const Element* v = call.v.at<const Element>(step.write_rows[i], head);
+    Element* keys = (Element*)call.k_cache + base + offset * PAIR;
+    Element* values = (Element*)call.v_cache + base + offset / PAIR * PAIR * call.dim + offset % PAIR;
+    for (int64_t d = 0; d < call.dim; ++d) {
+        keys[d / PAIR * PAIR * step.page_size + d % PAIR] = k[d];
+        values[d * PAIR] = v[d];
+    }
+}
+
+// Task i: cell i % cells of head i / cells. Head by head, so that pages which several tasks read stay in the cache.
+// The cache is in `Cache`, the arithmetic in `Format`.
+template <class Cache, class Format>
+void run_task(const Step& step, const Call& call, const LayerTasks& layer, int64_t task, float* merge_data) {
+    using Element = typename Cache::Element;
+    using Weight = typename Format::Weight;
+    static thread_local Scratch queries, wide, scores, positions, blocks, limits, results;
+    const int64_t cells = layer.cells.size(), head = task / cells;
+    const Cell& cell = layer.cells[task % cells];
+    const int64_t heads = call.num_heads / call.num_kv_heads, num_rows = cell.num_rows() * heads;
+    const auto row_of = [&](int64_t i) { return step.row_ids[cell.row_begin + i / heads]; };
+    const auto head_of = [&](int64_t i) { return head * heads + i % heads; };
+
+    Tile<Format> tile = {};
+    tile.num_rows = num_rows;
+    tile.num_blocks = tile.blocks_of(num_rows);
+    tile.dim = call.dim;
+    tile.scale = call.scale;
+    tile.softcap = call.softcap;
+    tile.blocks = blocks.get<Block>(tile.num_blocks);
+    tile.q = queries.get<Weight>(num_rows * call.dim);
+    if (!std::is_same_v<Cache, Format>) tile.wide = wide.get<float>(PANEL * call.dim);
+    tile.scores = scores.get<float>(num_rows * GROUP);
+    tile.low = limits.get<int>(2 * num_rows);
+    tile.high = tile.low + num_rows;
+    int64_t* row_positions = positions.get<int64_t>(num_rows);
+    for (int64_t i = 0; i < num_rows; ++i) row_positions[i] = step.positions[row_of(i)];
+    tile.positions = row_positions;
+    tile.template set_queries<Cache>([&](int64_t i) { return call.q.at<const Element>(row_of(i), head_of(i)); });
+
+    const int64_t start = step.starts[cell.node], first_page = step.page_indptr[cell.node];
+    const Run<Cache> run = {(const Element*)call.k_cache, (const Element*)call.v_cache,
+                             step.page_ids.data() + first_page, step.page_indptr[cell.node + 1] - first_page,
+                             call.num_kv_heads, head, __builtin_ctzll(step.page_size), call.dim};
+    // Partials of the first group or of all go to `into`; those of a group that is folded at once to `spare`.
+    Partials into = {results.get<float>(Partials::floats(2 * num_rows, call.dim)), call.dim};
+    const Partials spare = into.from(num_rows);
+    if (!cell.completes)
+        into.data = merge_data + Partials::floats((head * layer.num_partials + cell.partial) * heads, call.dim);
+    for (int64_t first = cell.begin; first < cell.end; first += GROUP) {
+        const int64_t length = std::min<int64_t>(GROUP, cell.end - first), group = (first - cell.begin) / GROUP;
+        tile.set_limits(first, length, call.window);
+        const Partials out = group == 0 ? into : cell.folds ? spare : into.from(group * num_rows);
+        reduce_group(tile, run, first - start, length, out);
+        if (group > 0 && cell.folds)
+            for (int64_t i = 0; i < num_rows; ++i) fold(into[i], out[i], call.dim);
+    }
+    if (!cell.completes) return;
+    for (int64_t i = 0; i < num_rows; ++i)
+        finish<Cache>(call.out.at<Element>(row_of(i), head_of(i)), into[i], call.dim);
+}
+
+// Fold a row's partials in order of position, for all query heads of one KV head.
+template <class Format>
+void merge_row(const Call& call, const LayerTasks& layer, int64_t i, int64_t head, float* merge_data) {
+    const int64_t heads = call.num_heads / call.num_kv_heads;
+    const Partials partials = {merge_data, call.dim};
+    const auto at = [&](int64_t j, int64_t h) -> Partial& {
+        return partials[(head * layer.num_partials + layer.merge_partials[j]) * heads + h];
+    };
+    for (int64_t h = 0; h < heads; ++h) {
+        Partial& into = at(layer.merge_indptr[i], h);
+        for (int64_t j = layer.merge_indptr[i] + 1; j < layer.merge_indptr[i + 1]; ++j) fold(into, at(j, h), call.dim);
+        finish<Format>(call.out.at<typename Format::Element>(layer.merged[i], head * heads + h), into, call.dim);
+    }
+}
+
+template <class Format>
+void attend(Step& step, const Call& call) {
+    static thread_local Scratch scratch;
+    const LayerTasks& layer = step.tasks({call.window, call.num_heads, call.num_kv_heads, call.dim, call.threads});
+    const int64_t heads = call.num_heads / call.num_kv_heads;
+    const int64_t kv_heads = call.num_kv_heads, tasks = layer.cells.size() * kv_heads;
+    const int64_t writes = step.write_rows.size() * kv_heads, merges = layer.merged.size() * kv_heads;
+    float* merge_data = scratch.get<float>(Partials::floats(layer.num_partials * call.num_heads, call.dim));
+#pragma omp parallel num_threads(layer.threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < writes; ++i) write_slot<Format>(step, call, i / kv_heads, i % kv_heads);
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < tasks; ++i) {
+            const int64_t num_rows = layer.cells[i % layer.cells.size()].num_rows() * heads;
+            if (num_rows > WIDEN_ROWS) run_task<Format, typename Format::Wide>(step, call, layer, i, merge_data);
+            else run_task<Format, Format>(step, call, layer, i, merge_data);
+        }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < merges; ++i)
+            merge_row<Format>(call, layer, i / kv_heads, i % kv_heads, merge_data);
+    }
+}
+
+}  // namespace radixrt
+
+using namespace radixrt;
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Copies its arguments: the arrays of an AttentionPlan and (row, slot) pairs to write. Freed by radixrt_free.
+Step* radixrt_prepare(int64_t page_size, int32_t exact, const int64_t* const* arrays, const int64_t* sizes) {
+    auto* step = new Step;
+    step->page_size = page_size;
+    step->exact = exact != 0;
+    std::vector<int64_t>* fields[] = {&step->positions,  &step->starts,  &step->page_indptr, &step->page_ids,
+                                      &step->row_indptr, &step->row_ids, &step->write_rows,  &step->write_slots};
+    for (int i = 0; i < 8; ++i) fields[i]->assign(arrays[i], arrays[i] + sizes[i]);
+    return step;
+}
+
+void radixrt_free(Step* step) { delete step; }
+
+void radixrt_attend_float32(Step* step, const Call* call) { attend<Float32>(*step, *call); }
+
+void radixrt_attend_bfloat16(Step* step, const Call* call) { attend<BFloat16>(*step, *call); }
+
+// Copy page src[i] to page dst[i] in each cache; page_bytes[c] is the size of a page of cache c.
+void radixrt_copy_pages(void* const* caches, const int64_t* page_bytes, int64_t num_caches, const int64_t* src,
+                        const int64_t* dst, int64_t num_pages, int32_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < num_caches * num_pages; ++i) {
+        const int64_t bytes = page_bytes[i / num_pages];
+        char* cache = (char*)caches[i / num_pages];
+        std::memcpy(cache + dst[i % num_pages] * bytes, cache + src[i % num_pages] * bytes, bytes);
+    }
+}
+}

@@ -1,0 +1,249 @@
+"""The native CPU backend: builds native.cpp on first use, and serves it as an attention backend through ctypes.
+
+Knows nothing of models or of how plans are made. What the kernel does is written in native.cpp and native/*.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..backend import LayerKV, LayerShape
+from ..plan import GROUP_LEN, AttentionPlan, IntArray
+
+_SOURCES = Path(__file__).parent
+_MAIN = _SOURCES / "native.cpp"
+# Bits must not depend on what a compiler may contract or reorder: never -ffast-math, and every fma is spelled out.
+_FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *("-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi", f"-DRADIXRT_GROUP_LEN={GROUP_LEN}"),
+)
+_PAIRS = {torch.float32: 1, torch.bfloat16: 2}  # how many neighbours the cache keeps side by side
+_PAGE_SIZES = (8, 16, 32, 64, 128)
+_NO_WINDOW = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """The compiled kernel, or why there is none."""
+
+    library: ctypes.CDLL | None
+    reason: str  # one line: where the library is, or what failed
+
+
+@cache
+def build() -> Build:
+    """Compile the kernel for this machine, or load it from `$RADIXRT_CACHE/native` where an earlier process has.
+
+    The compiler is `$CXX`, or c++. Takes about 6 s the first time. Two processes may build side by side: each renames
+    its own complete file into place, so a build that was cut off leaves nothing that is ever loaded.
+    """
+    compiler = os.environ.get("CXX") or "c++"
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+        sources = [_MAIN, *sorted((_SOURCES / "native").glob("*.h"))]
+        flags = (*_FLAGS, *_bfloat16_flags(cpu := _cpu()))
+        key = hashlib.sha256("\0".join([version, cpu, *flags, *(path.read_text() for path in sources)]).encode())
+        folder = Path(os.environ.get("RADIXRT_CACHE") or "~/.cache/radixrt").expanduser() / "native"
+        target = folder / f"{key.hexdigest()[:24]}.so"
+        if not target.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                built = Path(scratch) / target.name
+                command = [compiler, *flags, str(_MAIN), "-o", str(built)]
+                subprocess.run(command, capture_output=True, text=True, check=True)
+                built.replace(target)
+        return Build(_declare(ctypes.CDLL(str(target))), str(target))
+    except subprocess.CalledProcessError as error:
+        said = [line for line in error.stderr.splitlines() if line.strip()] or [f"exit status {error.returncode}"]
+        first = next((line for line in said if "error" in line), said[0])
+        return Build(None, f"{compiler} cannot compile it: {first.strip()}")
+    except OSError as error:  # no compiler, no writable cache, a library that does not load
+        return Build(None, f"it cannot be built with {compiler}: {error}")
+
+
+def unserved(dtype: torch.dtype, page_size: int, shape: LayerShape) -> str | None:
+    """Why the kernel does not serve this configuration, or None where it does."""
+    if dtype not in _PAIRS:
+        return f"{dtype} is neither float32 nor bfloat16"
+    if page_size not in _PAGE_SIZES:
+        return f"page size {page_size} is none of {', '.join(map(str, _PAGE_SIZES))}"
+    if shape.key_dim != shape.value_dim:
+        return f"keys have {shape.key_dim} elements and values {shape.value_dim}"
+    if shape.key_dim % 16 or not 32 <= shape.key_dim <= 256:
+        return f"head dimension {shape.key_dim} is no multiple of 16 from 32 to 256"
+    return None
+
+
+def _cpu() -> str:
+    """The CPU's vendor and features, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return "\n".join(line for line in lines if line.startswith(("vendor_id", "model name", "flags", "Features")))
+
+
+def _bfloat16_flags(cpu: str) -> tuple[str, ...]:
+    """native/simd.h says why the instruction for pairs of bfloat16 is used on AMD alone."""
+    return ("-DRADIXRT_BF16_DOT",) if "avx512_bf16" in cpu and "AuthenticAMD" in cpu else ()
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64))
+
+
+class _Call(ctypes.Structure):
+    """`Call` in native.cpp."""
+
+    _fields_ = (
+        *((name, _Rows) for name in ("q", "k", "v", "out")),
+        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "dim", "window")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        ("threads", ctypes.c_int32),
+    )
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    library.radixrt_prepare.argtypes = (int64, int32, pointer, pointer)
+    library.radixrt_prepare.restype = pointer
+    library.radixrt_free.argtypes = (pointer,)
+    for name in ("radixrt_attend_float32", "radixrt_attend_bfloat16"):
+        getattr(library, name).argtypes = (pointer, ctypes.POINTER(_Call))
+        getattr(library, name).restype = None
+    library.radixrt_copy_pages.argtypes = (pointer, pointer, int64, pointer, pointer, int64, int32)
+    library.radixrt_copy_pages.restype = None
+    return library
+
+
+class Prepared:
+    """A step inside the library, which keeps its own copy of the plan; freed with this object."""
+
+    def __init__(self, library: ctypes.CDLL, plan: AttentionPlan, write_rows: IntArray, write_slots: IntArray) -> None:
+        given = (plan.positions, plan.starts, plan.page_indptr, plan.page_ids, plan.row_indptr, plan.row_ids)
+        arrays = [np.ascontiguousarray(array, dtype=np.int64) for array in (*given, write_rows, write_slots)]
+        pointers = (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
+        sizes = (ctypes.c_int64 * len(arrays))(*map(len, arrays))
+        self._free = library.radixrt_free
+        self.num_rows = plan.num_rows
+        self.page_size = plan.page_size
+        self.handle: int | None = library.radixrt_prepare(plan.page_size, plan.exact, pointers, sizes)
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None) is not None:
+            self._free(self.handle)
+
+
+class NativeAttention:
+    """An AttentionBackend over K `[num_pages + 1, Hkv, D / P, page_size, P]` and V `[.., Hkv, page_size / P, D, P]`.
+
+    P is 1 for float32, 2 for bfloat16. K lies transposed within a page, so that a vector holds one element of 16
+    positions and scores need no sum across lanes. Serves what `unserved` passes; uses as many threads as torch does.
+    """
+
+    name = "native"
+    # Two readers of one group: tree / by sequence 0.91 to 0.97 (benchmarks/attention.py --sweep; SmolLM2 and Llama-8B,
+    # both dtypes), 0.5 to 0.9 with more of either. Shorter runs, which only inexact plans share, cost 0.9 to 1.2.
+    sharing_cost = GROUP_LEN
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._attend = {
+            torch.float32: library.radixrt_attend_float32,
+            torch.bfloat16: library.radixrt_attend_bfloat16,
+        }
+
+    def inexact(self, dtype: torch.dtype, page_size: int, shape: LayerShape, group: int) -> str | None:
+        return None  # every number is a chain of its own, spelled out in native/tile.h
+
+    def allocate(
+        self, num_pages: int, page_size: int, shape: LayerShape, dtype: torch.dtype, device: torch.device
+    ) -> LayerKV:
+        """A layer's cache of zeros; ValueError for a configuration or device that is not served."""
+        reason = unserved(dtype, page_size, shape)
+        if reason is None and device.type != "cpu":
+            reason = f"{device} is not the CPU"
+        if reason is not None:
+            raise ValueError(f"the native kernel cannot serve this cache: {reason}")
+        pair, dim = _PAIRS[dtype], shape.key_dim
+        pages = (num_pages + 1, shape.num_heads)
+        return LayerKV(
+            k=torch.zeros(*pages, dim // pair, page_size, pair, dtype=dtype),
+            v=torch.zeros(*pages, page_size // pair, dim, pair, dtype=dtype),
+        )
+
+    def prepare(self, plan: AttentionPlan, write_rows: IntArray, write_slots: IntArray) -> Prepared:
+        return Prepared(self._library, plan, write_rows, write_slots)
+
+    def attend(
+        self,
+        q: torch.Tensor,  # [T, H, D]
+        k: torch.Tensor,  # [T, Hkv, D]
+        v: torch.Tensor,  # [T, Hkv, D]
+        kv: LayerKV,
+        step: Prepared,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        num_rows, num_heads, dim = q.shape
+        num_kv_heads, page_size, pair = kv.k.shape[1], kv.k.shape[3], kv.k.shape[4]
+        expected = (num_rows, num_kv_heads, kv.k.shape[2] * pair)
+        if (
+            (k.shape, v.shape, dim, num_rows, page_size)
+            != (expected, expected, expected[2], step.num_rows, step.page_size)
+            or num_heads % num_kv_heads
+            or not q.dtype == k.dtype == v.dtype == kv.k.dtype
+        ):
+            raise ValueError(
+                f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit {step.num_rows} rows over a cache "
+                f"{list(kv.k.shape)} of pages of {step.page_size}"
+            )
+        if not scale > 0 or (window is not None and window < 1) or (softcap is not None and not softcap > 0):
+            raise ValueError(f"scale {scale}, window {window} and softcap {softcap} must be positive")
+        q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (q, k, v))
+        out = torch.empty(num_rows, num_heads, dim, dtype=q.dtype)
+        rows = (_Rows(tensor.data_ptr(), tensor.stride(0), tensor.stride(1)) for tensor in (q, k, v, out))
+        caches = (kv.k.data_ptr(), kv.v.data_ptr())
+        sizes = (num_heads, num_kv_heads, dim, _NO_WINDOW if window is None else window)
+        call = _Call(*rows, *caches, *sizes, scale, softcap or 0.0, torch.get_num_threads())
+        self._attend[q.dtype](step.handle, call)
+        return out
+
+    def copy_pages(self, layers: Sequence[LayerKV], src: IntArray, dst: IntArray) -> None:
+        caches = [cache for kv in layers for cache in (kv.k, kv.v)]
+        pointers = (ctypes.c_void_p * len(caches))(*(cache.data_ptr() for cache in caches))
+        sizes = (ctypes.c_int64 * len(caches))(*(math.prod(cache.shape[1:]) * cache.itemsize for cache in caches))
+        src, dst = (np.ascontiguousarray(pages, dtype=np.int64) for pages in (src, dst))
+        self._library.radixrt_copy_pages(
+            pointers, sizes, len(caches), src.ctypes.data, dst.ctypes.data, len(src), torch.get_num_threads()
+        )
+
+    def fill_slots(self, layers: Sequence[LayerKV], slots: IntArray, value: float) -> None:
+        slot = torch.as_tensor(slots)
+        for kv in layers:
+            page_size, pair = kv.k.shape[3], kv.k.shape[4]
+            page, offset = slot // page_size, slot % page_size
+            kv.k[page, :, :, offset, :] = value
+            kv.v[page, :, offset // pair, :, offset % pair] = value
+
+    def unpack(self, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
+        num_pages, num_heads, _, page_size, _ = kv.k.shape
+        k = kv.k.permute(0, 3, 1, 2, 4).reshape(num_pages, page_size, num_heads, -1)
+        v = kv.v.permute(0, 2, 4, 1, 3).reshape(num_pages, page_size, num_heads, -1)
+        return k.clone(), v.clone()

@@ -1,0 +1,233 @@
+// The inner loops: a few query rows against a panel of keys, scores into weights, weights times a panel of values.
+// Knows nothing of pages: a panel is a list of pointers.
+//
+// A row's numbers depend on nothing but its query, its limits and what is cached between them: each (row, position)
+// score is one chain of fused multiply-adds over the head's elements, each (row, element) output one chain over the
+// positions. Blocks and tiles only choose which chains run side by side.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+#include "partial.h"
+
+namespace radixrt {
+
+constexpr int GROUP = RADIXRT_GROUP_LEN;  // positions reduced alone; then groups are folded in order
+constexpr int COLS = 4;                   // vectors of positions, or of output elements, in registers at a time
+constexpr int PIECE = 8;                  // positions that lie together whatever the page size
+constexpr int PANEL = COLS * LANES;       // positions that all rows of a tile use while they are in the first cache
+#if defined(__AVX512F__)
+constexpr int ROWS = 6;  // rows in registers at a time: 6 * 4 sums, 4 cached vectors and a weight fill 32 registers
+#else
+constexpr int ROWS = 2;
+#endif
+constexpr int WIDEN_ROWS = 8 * ROWS;  // beyond, widening a panel once is 6 % faster than doing so in each block
+constexpr int TILE = 128;  // rows of a tile: their scores of one group (128 KB) stay in the second cache
+
+// The first position that a row reads.
+inline int64_t first_read(int64_t position, int64_t window) {
+    return position < window ? 0 : position - window + 1;
+}
+
+// Rows of a tile that are computed side by side, at most ROWS; of the group they read positions [low, high), and each
+// of them reads [all_low, all_high).
+struct Block {
+    int first, rows;
+    int low, high, all_low, all_high;
+};
+
+// The rows of a tile while one group is reduced, computed in `Format`.
+template <class Format>
+struct Tile {
+    using Weight = typename Format::Weight;
+    static constexpr int PAIR = Format::PAIR;
+    static constexpr int STRIDE = GROUP * sizeof(float) / sizeof(Weight);  // of rows of `scores` seen as weights
+
+    int num_rows, num_blocks;
+    int64_t dim;
+    float scale, softcap;     // softcap 0: none
+    const int64_t* positions; // [num_rows]
+    Block* blocks;            // [num_blocks]
+    Weight* q;                // of each block: [dim / PAIR, rows of the block, PAIR]
+    float* wide;              // [PANEL * dim], for a panel whose cache is in another format
+    float* scores;            // [num_rows, GROUP], each row overwritten by its weights: 2^(score - max)
+    int *low, *high;          // [num_rows] the row reads positions [low, high) of the group
+
+    static int blocks_of(int num_rows) { return (num_rows + ROWS - 1) / ROWS; }
+    Weight* weights(int64_t row) const { return (Weight*)(scores + row * GROUP); }
+
+    // Cut the rows into blocks of about equal size; query(row) points to the row's, in the format of the cache.
+    template <class Cache, class Query>
+    void set_queries(const Query& query) {
+        for (int b = 0; b < num_blocks; ++b) {
+            const int first = num_rows * b / num_blocks, rows = num_rows * (b + 1) / num_blocks - first;
+            blocks[b] = {first, rows, 0, 0, 0, 0};
+            for (int r = 0; r < rows; ++r) {
+                const auto* from = query(first + r);
+                Weight* to = q + first * dim + r * PAIR;
+                for (int64_t d = 0; d < dim; d += LANES) {
+                    Weight lanes[LANES];
+                    Format::to_weights(lanes, Cache::to_float(from + d));
+                    for (int i = 0; i < LANES; ++i) to[(d + i) / PAIR * PAIR * rows + i % PAIR] = lanes[i];
+                }
+            }
+        }
+    }
+
+    // The group has positions [start, start + length).
+    void set_limits(int64_t start, int64_t length, int64_t window) {
+        for (Block* block = blocks; block < blocks + num_blocks; ++block) {
+            block->low = block->all_high = length;
+            block->high = block->all_low = 0;
+            for (int row = block->first; row < block->first + block->rows; ++row) {
+                low[row] = std::clamp<int64_t>(first_read(positions[row], window) - start, 0, length);
+                high[row] = std::clamp<int64_t>(positions[row] + 1 - start, 0, length);
+                block->low = std::min(block->low, low[row]);
+                block->high = std::max(block->high, high[row]);
+                block->all_low = std::max(block->all_low, low[row]);
+                block->all_high = std::min(block->all_high, high[row]);
+            }
+        }
+    }
+};
+
+// The next panel, fetched while a tile works on one: pages lie far apart, and no prefetcher of a CPU follows them. Each
+// block fetches a slice of it, since all at once would keep the first block waiting (10 % of a large tile's time).
+struct Ahead {
+    const char* pieces[PANEL / PIECE];
+    int64_t bytes;     // of a cached element
+    int slice, shift;  // which of 2^shift slices
+
+    void set_slice(int block) { slice = block & ((1 << shift) - 1); }
+    // What to fetch from piece i on, which has `count` elements, when a block has used `done` of this panel's.
+    const char* at(int i, int64_t count, int64_t done) const {
+        return pieces[i] + ((slice * count + done) * bytes >> shift);
+    }
+};
+
+// Call f(integral_constant<min(n, MAX)>); n is at least 1.
+template <int MAX, class F>
+inline void with_constant(int64_t n, const F& f) {
+    if constexpr (MAX > 1) {
+        if (n < MAX) return with_constant<MAX - 1>(n, f);
+    }
+    f(std::integral_constant<int, MAX>{});
+}
+
+// Scores of R rows from `row` on, a block, against C vectors of positions, the first of them `position`. keys[i] points
+// to the first of 8 positions; where HALVES, pages of 8, a vector is two such pieces, else it lies together.
+template <class Format, int R, int C, bool HALVES>
+[[gnu::noinline]] void score_block(const Tile<Format>& tile, int64_t row, const typename Format::Element* const* keys,
+                                   const Ahead& ahead, int64_t page_size, int64_t position) {
+    constexpr int PAIR = Format::PAIR;
+    using Cached = typename Format::Cached;
+    constexpr int64_t LINE = sizeof(Cached);
+    f32x16 sums[R][C];
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int c = 0; c < C; ++c) sums[r][c] = f32x16{};
+    const char* fetch[C];
+    for (int c = 0; c < C; ++c) fetch[c] = ahead.at(2 * c, tile.dim * LANES, 0);
+    const auto *q = tile.q + row * tile.dim, *end = q + R * tile.dim;
+    const int64_t fetch_step = LANES * PAIR * ahead.bytes >> ahead.shift;
+    int64_t at = 0, line = 0;
+    do {
+        Cached cached[C];
+        UNROLL for (int c = 0; c < C; ++c) {
+            if constexpr (HALVES) {
+                std::memcpy(&cached[c], keys[2 * c] + at, LINE / 2);
+                std::memcpy((char*)&cached[c] + LINE / 2, keys[2 * c + 1] + at, LINE / 2);
+            } else {
+                cached[c] = load<Cached>(keys[2 * c] + at);
+            }
+            __builtin_prefetch(fetch[c] + line);
+        }
+        Format::template dot<R, C>(q, PAIR, cached, sums);
+        at += page_size * PAIR;
+        line += fetch_step;
+    } while ((q += R * PAIR) < end);
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int c = 0; c < C; ++c) store(tile.scores + (row + r) * GROUP + position + c * LANES, sums[r][c]);
+}
+
+// Add to R rows' outputs, C vectors of elements from `d` on, the weighted values of units [begin, end) (a unit is PAIR
+// positions of the group). values[i] points to the first of 8 positions, counted from `panel`. Where MASKED, only the
+// positions of a unit that the (one) row reads.
+template <class Format, int R, int C, bool MASKED>
+[[gnu::noinline]] void weigh_block(const Tile<Format>& tile, int64_t row, const typename Format::Element* const* values,
+                                   const Ahead& ahead, int64_t panel, int64_t begin, int64_t end, int64_t d,
+                                   Partials out) {
+    constexpr int PAIR = Format::PAIR, STRIDE = Tile<Format>::STRIDE, UNITS = PIECE / PAIR;
+    using Cached = typename Format::Cached;
+    f32x16 sums[R][C];
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int c = 0; c < C; ++c) sums[r][c] = load<f32x16>(out[row + r].out + d + c * LANES);
+    const auto* weights = tile.weights(row);
+    const int64_t stride = tile.dim * PAIR, fetch_step = stride * ahead.bytes >> ahead.shift;
+    int64_t unit = begin;
+    do {
+        const int64_t piece = (unit - panel) / UNITS, offset = unit % UNITS * stride + d * PAIR;
+        const auto* cache = values[piece] + offset;
+        const char* fetch = ahead.at(piece, UNITS * stride, offset);
+        const int64_t stop = std::min(end, unit + UNITS - unit % UNITS);
+        do {
+            Cached cached[C];
+            UNROLL for (int c = 0; c < C; ++c) {
+                cached[c] = load<Cached>(cache + c * LANES * PAIR);
+                __builtin_prefetch(fetch + c * sizeof(Cached));
+            }
+            if constexpr (MASKED && PAIR == 2) {
+                const uint32_t first = tile.low[row] <= unit * 2 ? 0x0000FFFFu : 0u;
+                const uint32_t second = tile.high[row] > unit * 2 + 1 ? 0xFFFF0000u : 0u;
+                for (int c = 0; c < C; ++c) cached[c] &= first | second;
+            }
+            Format::template dot<R, C>(weights + unit * PAIR, STRIDE, cached, sums);
+            cache += stride;
+            fetch += fetch_step;
+        } while (++unit < stop);
+    } while (unit < end);
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int c = 0; c < C; ++c) store(out[row + r].out + d + c * LANES, sums[r][c]);
+}
+
+// Turn the scores of a block into weights, and set the maxima and sums of its partials, with outputs of zero. There are
+// two loops, so that no row waits for the row before to be summed.
+template <class Format>
+void soften(const Tile<Format>& tile, const Block& block, Partials out) {
+    constexpr float LOG2E = 1.44269504f;
+    const float scale = (tile.softcap > 0 ? tile.softcap : tile.scale) * LOG2E;
+    const auto begin = [&](int r) { return tile.low[r] / LANES * LANES; };
+    const auto end = [&](int r) { return (tile.high[r] + LANES - 1) / LANES * LANES; };
+    for (int r = block.first; r < block.first + block.rows; ++r) {
+        out[r].max = -INFINITY;
+        out[r].sum = 0;
+        std::fill_n(out[r].out, tile.dim, 0.0f);
+        if (tile.low[r] >= tile.high[r]) continue;
+        float* scores = tile.scores + int64_t{r} * GROUP;
+        if (tile.softcap > 0)
+            for (int i = begin(r); i < end(r); i += LANES)
+                store(scores + i, tanh(load<f32x16>(scores + i) * (tile.scale / tile.softcap)));
+        for (int i = begin(r); i < tile.low[r]; ++i) scores[i] = -INFINITY;
+        for (int i = tile.high[r]; i < end(r); ++i) scores[i] = -INFINITY;
+        const auto larger = [](auto a, auto b) { return a > b ? a : b; };
+        f32x16 most = splat(-INFINITY);
+        for (int i = begin(r); i < end(r); i += LANES) most = larger(load<f32x16>(scores + i), most);
+        out[r].max = across(most, larger) * scale;
+    }
+    for (int r = block.first; r < block.first + block.rows; ++r) {
+        if (tile.low[r] >= tile.high[r]) continue;
+        const float* scores = tile.scores + int64_t{r} * GROUP;
+        auto* weights = tile.weights(r);
+        const f32x16 max = splat(out[r].max);
+        f32x16 sum = {};
+        for (int i = begin(r); i < end(r); i += LANES) {
+            const f32x16 weight = exp2(fma(load<f32x16>(scores + i), splat(scale), -max));
+            sum += weight;
+            Format::to_weights(weights + i, weight);
+        }
+        out[r].sum = across(sum, [](auto a, auto b) { return a + b; });
+    }
+}
+
+}  // namespace radixrt
