@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from radixrt.kernels.cpu import torch_paged
-from radixrt.kernels.cpu.plan import Plan
+from radixrt.kernels.backend import LayerShape
 
+from .batch import Batch
 from .errors import ModelError
-from .kv import KVPool, LayerShape
+from .kv import KVPool
 
 ATTENTION_NAME = "radixrt_paged"
 
@@ -35,15 +35,45 @@ _IGNORED = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A layer that attended, with how many query heads for each KV head, and its sliding window."""
+
+    layer: int
+    group: int
+    window: int | None
+
+
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """What the attention of one forward pass reads and writes. `calls` collects (layer index, window) as they come."""
+    """The attention of one forward pass: its plan and writes, prepared once for all layers."""
 
     pool: KVPool
-    plan: Plan
-    write_rows: torch.Tensor | None  # [W] int64; None for all rows in order
-    write_slots: torch.Tensor  # [W] int64
-    calls: list[tuple[int, int | None]] = field(default_factory=list)
+    prepared: Any  # of the pool's backend
+    calls: list[Call] = field(default_factory=list)  # as they come
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,  # [T, H, D]
+        k: torch.Tensor,  # [T, Hkv, D]
+        v: torch.Tensor,  # [T, Hkv, Dv]
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Write the rows' keys and values into the pool, then attend through the step's plan: `[T, H, Dv]`."""
+        self.calls.append(Call(layer, q.shape[1] // k.shape[1], window))
+        kv = self.pool.layer(layer, LayerShape(k.shape[1], k.shape[2], v.shape[2]))
+        return self.pool.backend.attend(q, k, v, kv, self.prepared, scale=scale, window=window, softcap=softcap)
+
+
+def prepare(pool: KVPool, batch: Batch, *, exact: bool) -> Step:
+    """The step of this batch over this pool, its attention planned once for all layers."""
+    backend = pool.backend
+    plan = batch.plan(page_size=pool.page_size, exact=exact, sharing_cost=backend.sharing_cost)
+    return Step(pool=pool, prepared=backend.prepare(plan, batch.write_rows, batch.write_slots))
 
 
 class Binding:
@@ -61,16 +91,12 @@ def bind(hf_model: Any) -> Binding:
     return binding
 
 
-def run_packed(
-    hf_model: Any,
-    binding: Binding,
-    step: Step,
-    token_ids: torch.Tensor,  # [T] int64
-    positions: torch.Tensor,  # [T] int64
-    logit_rows: torch.Tensor,  # [R] int64
-    **options: Any,
-) -> Any:
-    """The model's output for one packed row of tokens; its logits are `[1, R, vocab_size]`."""
+def run_packed(hf_model: Any, binding: Binding, step: Step, batch: Batch, **options: Any) -> Any:
+    """The model's output for the batch as one packed row of tokens; its logits are `[1, R, vocab_size]`."""
+    device = step.pool.device
+    token_ids, positions, logit_rows = (
+        torch.from_numpy(array).to(device) for array in (batch.token_ids, batch.positions, batch.logit_rows)
+    )
     binding.step = step
     try:
         return hf_model(
@@ -95,7 +121,7 @@ def paged_attention(
     softcap: float | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write the rows' keys and values into the pool, then attend through the step's page tables: `[1, T, H, Dv]`.
+    """`Step.attend` for transformers' attention modules: `[1, T, H, Dv]`.
 
     Raises ModelError on any keyword that would change the result and is not served.
     """
@@ -107,13 +133,9 @@ def paged_attention(
     binding: Binding | None = getattr(module, "radixrt_binding", None)
     if binding is None or binding.step is None:
         raise ModelError(f"{type(module).__name__} attends outside a radixrt step: use the model through its engine")
-    step = binding.step
-    step.calls.append((module.layer_idx, sliding_window))
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    kv = step.pool.layer(module.layer_idx, LayerShape(k.shape[1], k.shape[2], v.shape[2]))
-    torch_paged.write_kv(kv.k, kv.v, k, v, step.write_rows, step.write_slots)
     scale = q.shape[2] ** -0.5 if scaling is None else scaling
-    out = torch_paged.attend(q, kv.k, kv.v, step.plan, scale=scale, window=sliding_window, softcap=softcap)
+    out = binding.step.attend(module.layer_idx, q, k, v, scale=scale, window=sliding_window, softcap=softcap)
     return out[None], None
 
 

@@ -55,8 +55,9 @@ class Engine:
     """Generates for many requests at once over shared, paged KV.
 
     `model` is the name or path of a model (loaded in `dtype` on `device`, with its tokenizer) or an object that
-    implements `Model`, then with its `tokenizer` where prompts or outputs are text. `threads` are torch's, in the
-    whole process. Further settings: `EngineConfig`.
+    implements `Model`, then with its `tokenizer` where prompts or outputs are text. `exact` asks that nothing but a
+    prompt and its parameters changes an answer, to the bit; by default it holds wherever model and machine allow it.
+    `threads` are torch's, in the whole process. Further settings: `EngineConfig`.
     Not thread-safe; a caller with threads gives the engine one of its own.
     """
 
@@ -67,6 +68,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         dtype: str = "float32",
         device: str = "cpu",
+        exact: bool | None = None,
         threads: int | None = None,
         **settings: Any,
     ) -> None:
@@ -76,7 +78,7 @@ class Engine:
         self.model: Model
         self.tokenizer: Tokenizer | None
         if isinstance(model, (str, Path)):
-            self.model, self.tokenizer = load_model(model, dtype=dtype, device=device)
+            self.model, self.tokenizer = load_model(model, dtype=dtype, device=device, exact=exact)
         elif hasattr(model, "forward"):
             self.model, self.tokenizer = model, tokenizer
         else:

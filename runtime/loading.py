@@ -51,16 +51,16 @@ def load_model(
     *,
     dtype: str | torch.dtype = "float32",
     device: str | torch.device = "cpu",
+    exact: bool | None = None,
+    cpu_kernel: str | None = None,
     progress: bool = False,
 ) -> tuple[TransformerModel, HFTokenizer]:
     """Load weights and tokenizer and run the fidelity probe (about 4 s for the default model).
 
-    Only safetensors are read, and no code that comes with a model is ever run. Raises ModelError with one line: what
-    was asked, what was there, what to do.
+    `exact` and `cpu_kernel` as for TransformerModel. Only safetensors are read, and no code that comes with a model
+    is ever run. Raises ModelError with one line: what was asked, what was there, what to do.
     """
-    resolved_dtype = _dtype(dtype)
-    if str(device) != "cpu":
-        raise ModelError(f"device {str(device)!r} was asked for; models run on 'cpu' in this version")
+    resolved_dtype, resolved_device = _dtype(dtype), _device(device)
     source = resolve(name, progress=progress)
     is_path = Path(source).is_dir()
     unreachable = None if is_path else _ask_hub(source)
@@ -72,7 +72,7 @@ def load_model(
     _check_weights(name, type(hf_model).__name__, report)
     if resolved_dtype == torch.float64:
         hf_model.set_experts_implementation("eager")  # the default for mixtures of experts has no float64
-    model = TransformerModel(hf_model, name=str(name))
+    model = TransformerModel(hf_model.to(resolved_device), name=str(name), exact=exact, cpu_kernel=cpu_kernel)
     unused = sorted(report["unexpected_keys"])
     if unused:
         model.notes += (f"{len(unused)} tensors of its files are no weights of the model and unused: {_some(unused)}",)
@@ -157,6 +157,20 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     known = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(str(dtype))
     if known is None or known not in _DTYPES.values():
         raise ModelError(f"dtype {str(dtype)!r} was asked for; served are {', '.join(_DTYPES)}")
+    return known
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        known = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ModelError(f"device {device!r} was asked for; served are 'cpu' and 'cuda'") from error
+    if known.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(
+            f"device {str(device)!r} was asked for, and this torch ({torch.__version__}) sees no GPU; use 'cpu'"
+        )
+    if known.type not in ("cpu", "cuda"):
+        raise ModelError(f"device {str(device)!r} was asked for; served are 'cpu' and 'cuda'")
     return known
 
 

@@ -10,14 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.utils.generic import ModelOutput
 
-from radixrt.kernels.cpu.plan import Plan
+from radixrt.kernels.backend import AttentionBackend, LayerShape
 
-from .attention import ATTENTION_NAME, Binding, Step, run_packed
+from .attention import ATTENTION_NAME, Binding, Call, bind, prepare, run_packed
+from .batch import Batch
 from .errors import ModelError
-from .kv import KVPool, LayerShape
+from .kv import KVPool
 
 _NUM_TOKENS = 24
 _SPLIT = 11  # tokens of the first of two chunks, so that the second starts inside a page
@@ -29,12 +31,23 @@ _BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-2, torch.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Untouched:
+    """What a model's own code gives for the probe's tokens."""
+
+    token_ids: torch.Tensor
+    output: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
     """What the probe learned about a model that passed."""
 
+    binding: Binding
     vocab_size: int
     shapes: dict[int, LayerShape]
+    groups: dict[int, int]  # query heads for each KV head, by layer
     body: Any  # the module whose output is the last one with a row per token; what follows sees the rows asked for
+    inexact: str | None  # where a row's bits depend on the rows beside it, looked for where exactness is asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,58 +56,91 @@ class _Chunk:
 
     output: Any
     rows: torch.Tensor  # [R] the rows whose logits were asked for, counted in the whole row
-    calls: list[tuple[int, int | None]]
+    calls: list[Call]
     body: Any
 
 
-def probe(hf_model: Any, binding: Binding) -> Probed:
-    """Run random tokens through the untouched model and through radixrt's attention, and compare every layer.
+def run_untouched(hf_model: Any) -> Untouched:
+    """Run random tokens through the model before anything of it is changed. Raises ModelError as `probe` does."""
+    with _refusing(hf_model):
+        config = hf_model.config.get_text_config(decoder=True)
+        parameter = next(hf_model.parameters())
+        if hf_model.config.is_encoder_decoder:
+            raise ModelError("it is an encoder-decoder model, radixrt serves decoder-only models")
+        if parameter.dtype not in _BOUNDS:
+            raise ModelError(f"its weights are {parameter.dtype}, served are {', '.join(map(str, _BOUNDS))}")
+        _refuse_config(config)
+        if not hf_model._can_set_attn_implementation():
+            raise ModelError(f"its attention does not go through transformers' attention interface{_alibi(config)}")
+        generator = torch.Generator().manual_seed(0)
+        token_ids = torch.randint(config.vocab_size, (_NUM_TOKENS,), generator=generator).to(parameter.device)
+        hf_model.set_attn_implementation("eager")
+        return Untouched(
+            token_ids=token_ids,
+            output=hf_model(input_ids=token_ids[None], use_cache=False, output_hidden_states=True),
+        )
 
-    The second run goes in two chunks over shuffled pages. Leaves the model switched to radixrt's attention. Raises
-    ModelError with one line that names the architecture and why it is refused.
+
+def probe(hf_model: Any, untouched: Untouched, backend: AttentionBackend, *, exact: bool) -> Probed:
+    """Run the same tokens through radixrt's attention, over shuffled pages in two chunks, and compare every layer.
+
+    Whatever else of the model was replaced meanwhile is compared with it. Leaves the model switched to radixrt's
+    attention. Raises ModelError with one line that names the architecture and why it is refused.
     """
+    with _refusing(hf_model):
+        dtype, device = next(hf_model.parameters()).dtype, untouched.token_ids.device
+        pool = KVPool(backend, -(-_NUM_TOKENS // _PAGE_SIZE), _PAGE_SIZE, dtype, device)
+        binding = bind(hf_model)
+        hf_model.set_attn_implementation(ATTENTION_NAME)
+        chunks = [
+            _chunk(hf_model, binding, pool, untouched.token_ids, start, stop, exact=exact)
+            for start, stop in ((0, _SPLIT), (_SPLIT, _NUM_TOKENS))
+        ]
+        for chunk in chunks:
+            _check_calls(hf_model.config.get_text_config(decoder=True), chunk.calls)
+        _compare(dtype, untouched.output, chunks)
+        body = chunks[0].body
+        if body is None or any(chunk.body is not body for chunk in chunks):
+            raise ModelError("no part of it behind its attention gives one row for each token")
+        return Probed(
+            binding=binding,
+            vocab_size=untouched.output.logits.shape[-1],
+            shapes=pool.shapes,
+            groups={call.layer: call.group for call in chunks[0].calls},
+            body=body,
+            inexact=_inexact(hf_model, binding, pool, untouched.token_ids, chunks[1].output) if exact else None,
+        )
+
+
+def _inexact(hf_model: Any, binding: Binding, pool: KVPool, token_ids: torch.Tensor, together: Any) -> str | None:
+    """Run the second chunk again, its first row alone and on one thread, and say where the bits first differ."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = _chunk(hf_model, binding, pool, token_ids, _SPLIT, _SPLIT + 1, exact=True)
+    finally:
+        torch.set_num_threads(num_threads)
+    rest = _chunk(hf_model, binding, pool, token_ids, _SPLIT + 1, _NUM_TOKENS, exact=True)
+    states = zip(together.hidden_states or (), alone.output.hidden_states, rest.output.hidden_states, strict=True)
+    for index, (whole, *parts) in enumerate(states):
+        if not torch.equal(whole, torch.cat(parts, dim=-2)):
+            return f"in {_place(index)} a row's bits depend on the rows beside it"
+    if not torch.equal(together.logits[:, 0], alone.output.logits[:, 0]):
+        return "the bits of a row's logits depend on the rows beside it"
+    return None
+
+
+@contextmanager
+def _refusing(hf_model: Any) -> Iterator[None]:
+    """Whatever is raised inside refuses the model; a ModelError there says the reason alone."""
     try:
         with torch.inference_mode():
-            return _probe(hf_model, binding)
-    except ModelError as error:
-        raise _refusal(hf_model, str(error)) from error
+            yield
     except Exception as error:
-        raise _refusal(hf_model, f"it fails on {_NUM_TOKENS} plain tokens ({error!r:.200})") from error
-
-
-def _refusal(hf_model: Any, reason: str) -> ModelError:
-    return ModelError(f"{type(hf_model).__name__} cannot be served: {reason}")
-
-
-def _probe(hf_model: Any, binding: Binding) -> Probed:
-    """ModelError says the reason alone."""
-    config = hf_model.config.get_text_config(decoder=True)
-    dtype = next(hf_model.parameters()).dtype
-    if hf_model.config.is_encoder_decoder:
-        raise ModelError("it is an encoder-decoder model, radixrt serves decoder-only models")
-    if dtype not in _BOUNDS:
-        raise ModelError(f"its weights are {dtype}, served are {', '.join(map(str, _BOUNDS))}")
-    _refuse_config(config)
-    if not hf_model._can_set_attn_implementation():
-        raise ModelError(f"its attention does not go through transformers' attention interface{_alibi(config)}")
-    generator = torch.Generator().manual_seed(0)
-    token_ids = torch.randint(config.vocab_size, (_NUM_TOKENS,), generator=generator)
-    pool = KVPool(-(-_NUM_TOKENS // _PAGE_SIZE), _PAGE_SIZE, dtype, token_ids.device)
-    pages = torch.randperm(pool.num_pages, generator=generator) + 1
-    hf_model.set_attn_implementation("eager")
-    expected = hf_model(input_ids=token_ids[None], use_cache=False, output_hidden_states=True)
-    hf_model.set_attn_implementation(ATTENTION_NAME)
-    chunks = [
-        _chunk(hf_model, binding, pool, pages, token_ids, start, stop)
-        for start, stop in ((0, _SPLIT), (_SPLIT, _NUM_TOKENS))
-    ]
-    for chunk in chunks:
-        _check_calls(config, chunk.calls)
-    _compare(dtype, expected, chunks)
-    body = chunks[0].body
-    if body is None or any(chunk.body is not body for chunk in chunks):
-        raise ModelError("no part of it behind its attention gives one row for each token")
-    return Probed(vocab_size=expected.logits.shape[-1], shapes=pool.shapes(), body=body)
+        told = (
+            str(error) if isinstance(error, ModelError) else f"it fails on {_NUM_TOKENS} plain tokens ({error!r:.200})"
+        )
+        raise ModelError(f"{type(hf_model).__name__} cannot be served: {told}") from error
 
 
 def _refuse_config(config: Any) -> None:
@@ -115,25 +161,28 @@ def _alibi(config: Any) -> str:
 
 
 def _chunk(
-    hf_model: Any,
-    binding: Binding,
-    pool: KVPool,
-    pages: torch.Tensor,
-    token_ids: torch.Tensor,
-    start: int,
-    stop: int,
+    hf_model: Any, binding: Binding, pool: KVPool, token_ids: torch.Tensor, start: int, stop: int, *, exact: bool
 ) -> _Chunk:
     """Run tokens `[start, stop)`, which read the ones before them from the pool; logits of every second row."""
-    positions = torch.arange(len(token_ids))[start:stop]
-    num_rows = len(positions)
-    used = pages[: int(positions[-1]) // _PAGE_SIZE + 1]
-    plan = Plan(torch.tensor([0, num_rows]), torch.tensor([0, len(used)]), used, positions[:1], page_size=_PAGE_SIZE)
-    slots = pages[positions // _PAGE_SIZE] * _PAGE_SIZE + positions % _PAGE_SIZE
-    step = Step(pool=pool, plan=plan, write_rows=None, write_slots=slots)
-    rows = torch.arange(0, num_rows, 2)
-    with _body(hf_model, num_rows) as body:
-        output = run_packed(hf_model, binding, step, token_ids[start:stop], positions, rows, output_hidden_states=True)
-    return _Chunk(output=output, rows=start + rows, calls=step.calls, body=body[-1] if body else None)
+    pages = np.random.default_rng(0).permutation(pool.num_pages) + 1
+    positions = np.arange(start, stop)
+    used = pages[: (stop - 1) // _PAGE_SIZE + 1]
+    rows = np.arange(0, stop - start, 2)
+    batch = Batch(
+        token_ids=token_ids[start:stop].numpy(force=True),
+        positions=positions,
+        write_rows=positions - start,
+        write_slots=pages[positions // _PAGE_SIZE] * _PAGE_SIZE + positions % _PAGE_SIZE,
+        row_indptr=np.array([0, stop - start]),
+        page_indptr=np.array([0, len(used)]),
+        page_ids=used,
+        namespaces=("",),
+        logit_rows=rows,
+    )
+    step = prepare(pool, batch, exact=exact)
+    with _body(hf_model, batch.num_rows) as body:
+        output = run_packed(hf_model, binding, step, batch, output_hidden_states=True)
+    return _Chunk(output=output, rows=torch.from_numpy(start + rows), calls=step.calls, body=body[-1] if body else None)
 
 
 @contextmanager
@@ -165,13 +214,13 @@ def first_tensor(output: Any) -> torch.Tensor | None:
     return first if isinstance(first, torch.Tensor) else None
 
 
-def _check_calls(config: Any, calls: list[tuple[int, int | None]]) -> None:
+def _check_calls(config: Any, calls: list[Call]) -> None:
     """Each layer attends once, through us, and says its window: masks are not made for a registered function."""
-    called = sorted(layer for layer, _ in calls)
+    called = sorted(call.layer for call in calls)
     if called != list(range(config.num_hidden_layers)):
         reason = f"{len(set(called))} of its {config.num_hidden_layers} layers call a registered attention function"
         raise ModelError(f"{reason} (once per layer is needed){_alibi(config)}")
-    windows = dict(calls)
+    windows = {call.layer: call.window for call in calls}
     types = getattr(config, "layer_types", None)
     window, context = getattr(config, "sliding_window", None), getattr(config, "max_position_embeddings", None)
     if window is not None and context is not None and window >= context:
@@ -187,12 +236,17 @@ def _compare(dtype: torch.dtype, expected: Any, chunks: list[_Chunk]) -> None:
     """Hidden states layer by layer (`[..., T, width]`), then the logits of the rows asked for."""
     for index, state in enumerate(expected.hidden_states or ()):
         ours = torch.cat([chunk.output.hidden_states[index] for chunk in chunks], dim=-2)
-        _agree(dtype, f"layer {index - 1}" if index else "the embedding", state, ours)
+        _agree(dtype, _place(index), state, ours)
     rows = torch.cat([chunk.rows for chunk in chunks])
     ours = torch.cat([chunk.output.logits for chunk in chunks], dim=-2)
     if ours.shape[-2] != len(rows):
         raise ModelError("it does not serve logits_to_keep: it gives logits of rows that were not asked for")
     _agree(dtype, "the logits", expected.logits[:, rows], ours)
+
+
+def _place(index: int) -> str:
+    """What hidden states number `index` come from."""
+    return f"layer {index - 1}" if index else "the embedding"
 
 
 def _agree(dtype: torch.dtype, where: str, expected: torch.Tensor, ours: torch.Tensor) -> None:

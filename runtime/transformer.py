@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
-from radixrt.kernels.cpu.plan import Plan
 from radixrt.kernels.plan import IntArray
 
-from .attention import Step, bind, run_packed
+from .attention import prepare, run_packed
+from .backends import Chosen, choose_backend, probe_backend
 from .batch import Batch
 from .errors import ModelError
 from .kv import KVPool
 from .model import Forward
-from .probe import first_tensor, probe
+from .probe import first_tensor, probe, run_untouched
+from .slimming import slim
+
+# Rows that a product takes at once, a step's usual budget: the shapes are probed for exactness up to here.
+_MAX_ROWS = 512
 
 
 class TransformerModel:
@@ -27,17 +30,33 @@ class TransformerModel:
     The model is switched to radixrt's attention for good. `notes` are lines that a user should see at load.
     """
 
-    def __init__(self, hf_model: Any, *, name: str = "") -> None:
-        """`name` is what it was loaded by; a record rebuilds the model from that."""
+    def __init__(
+        self, hf_model: Any, *, name: str = "", exact: bool | None = None, cpu_kernel: str | None = None
+    ) -> None:
+        """`name` is what it was loaded by; a record rebuilds the model from that.
+
+        `exact`: give the same bits whatever else a step holds, however it is cut and whatever was cached; None: where
+        the model and the machine allow it. `cpu_kernel`: as `choose_backend` takes it.
+        """
         self.name = name or type(hf_model).__name__
         self.dtype: torch.dtype = next(hf_model.parameters()).dtype
         self.device: torch.device = next(hf_model.parameters()).device
         self.notes: tuple[str, ...] = ()
         self._hf = hf_model.eval()
-        self._binding = bind(hf_model)
-        probed = probe(hf_model, self._binding)
-        self._vocab_size, self._shapes = probed.vocab_size, probed.shapes
+        self._cpu_kernel = cpu_kernel
+        self._asked_exact = exact
+        on_cpu = self.device.type == "cpu"
+        wanted = on_cpu and exact is not False
+        self._num_parameters = sum(parameter.numel() for parameter in hf_model.parameters())
+        untouched = run_untouched(hf_model)
+        self._slimmed = slim(hf_model, exact=wanted, max_rows=_MAX_ROWS) if on_cpu else None
+        probed = probe(hf_model, untouched, probe_backend(self.device), exact=wanted)
+        self._inexact = self._flaw(probed.inexact)
+        self._require_exact()
+        self._binding, self._vocab_size, self._shapes = probed.binding, probed.vocab_size, probed.shapes
+        self._layers = {(shape, probed.groups[layer]) for layer, shape in probed.shapes.items()}
         self._context_len = self._resolve_context()
+        self._chosen: Chosen | None = None
         self._pool: KVPool | None = None
         self._eos_token_ids = self._resolve_eos()
         self._hidden: torch.Tensor | None = None
@@ -56,23 +75,30 @@ class TransformerModel:
         return self._eos_token_ids
 
     @property
+    def exact(self) -> bool:
+        """Whether nothing but its tokens changes a row's bits."""
+        return self._inexact is None
+
+    @property
     def spec(self) -> dict[str, Any]:
         return {
             "kind": "transformers",
             "name": self.name,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
+            "exact": self.exact,
         }
 
     def describe(self) -> dict[str, str]:
         shapes = sorted({f"{s.num_heads} KV heads of {s.key_dim}" for s in self._shapes.values()})
-        num_parameters = sum(parameter.numel() for parameter in self._hf.parameters())
         return {
-            "model": f"{self.name} ({type(self._hf).__name__}, {num_parameters:,} parameters)",
+            "model": f"{self.name} ({type(self._hf).__name__}, {self._num_parameters:,} parameters)",
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
             "layers": f"{len(self._shapes)}, {' and '.join(shapes)}",
-            "attention": "paged, plain torch (the one path of this version); shared runs of pages are read once",
+            "attention": "not chosen yet" if self._chosen is None else str(self._chosen),
+            "modules": "as loaded" if self._slimmed is None else str(self._slimmed),
+            "exact": "yes, to the bit" if self.exact else f"no: {self._inexact}",
         } | {f"note {i}": note for i, note in enumerate(self.notes, 1)}
 
     def page_bytes(self, page_size: int) -> int:
@@ -81,7 +107,12 @@ class TransformerModel:
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Replaces the pool of an earlier engine, which must be closed."""
         self._pool = None  # frees the old one before the new one is made
-        self._pool = KVPool(num_pages, page_size, self.dtype, self.device)
+        self._chosen = choose_backend(self.device, self.dtype, page_size, self._shapes.values(), asked=self._cpu_kernel)
+        if self.exact:
+            flaws = (self._chosen.backend.inexact(self.dtype, page_size, *layer) for layer in self._layers)
+            self._inexact = next(filter(None, flaws), None)
+            self._require_exact()
+        self._pool = KVPool(self._chosen.backend, num_pages, page_size, self.dtype, self.device)
         for index, shape in self._shapes.items():
             self._pool.layer(index, shape)
 
@@ -93,30 +124,26 @@ class TransformerModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Forward:
-        step = self._step(batch)
-        token_ids, positions, logit_rows = (
-            torch.tensor(array, device=self.device) for array in (batch.token_ids, batch.positions, batch.logit_rows)
-        )
-        output = run_packed(self._hf, self._binding, step, token_ids, positions, logit_rows)
+        step = prepare(self._allocated(), batch, exact=self.exact)
+        output = run_packed(self._hf, self._binding, step, batch)
         logits = output.logits[0].float()
         assert self._hidden is not None, "the probe saw its body give the rows"
-        finite = self._hidden[0].isfinite().all(dim=-1)
-        finite[logit_rows] &= logits.isfinite().all(dim=-1)
+        finite = _finite_rows(self._hidden[0])
+        finite[torch.from_numpy(batch.logit_rows)] &= _finite_rows(logits)
         self._hidden = None
-        return Forward(logits=logits, finite=finite.cpu().numpy())
+        return Forward(logits=logits, finite=finite.numpy(force=True))
 
-    def _step(self, batch: Batch) -> Step:
-        pool = self._allocated()
-        starts = batch.positions[batch.row_indptr[:-1]]
-        arrays = (batch.row_indptr, batch.page_indptr, batch.page_ids, starts)
-        plan = Plan(*(torch.tensor(array, device=self.device) for array in arrays), page_size=pool.page_size)
-        in_order = np.array_equal(batch.write_rows, np.arange(batch.num_rows))
-        return Step(
-            pool=pool,
-            plan=plan,
-            write_rows=None if in_order else torch.tensor(batch.write_rows, device=self.device),
-            write_slots=torch.tensor(batch.write_slots, device=self.device),
-        )
+    def _flaw(self, seen: str | None) -> str | None:
+        """Why answers are not exact, where they are not; `seen` is what the probe saw."""
+        if self._asked_exact is False:
+            return "it was turned off"
+        if self._slimmed is None:
+            return f"it is promised on the CPU, not on {self.device}"
+        return next(iter(self._slimmed.flaws), seen)
+
+    def _require_exact(self) -> None:
+        if self._asked_exact and self._inexact is not None:
+            raise ModelError(f"{self.name} cannot be served with exact=True: {self._inexact}")
 
     def _allocated(self) -> KVPool:
         if self._pool is None:
@@ -154,6 +181,12 @@ class TransformerModel:
                 self.notes += (f"context capped at {original} tokens: beyond, {kind} RoPE depends on the longest row",)
                 context = original
         return context
+
+
+def _finite_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Which rows hold no NaN or infinity; a finite sum says so at a tenth of the cost of looking at each number."""
+    finite = rows.sum(dim=-1).isfinite()
+    return finite if bool(finite.all()) else rows.isfinite().all(dim=-1)
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

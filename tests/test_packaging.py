@@ -108,9 +108,11 @@ def test_installed_wheel_generates(installed: Path, tmp_path: Path) -> None:
 
 
 GENERATE_WITH_THE_MODEL = """
-import sys, radixrt as rx
+import shutil, sys, radixrt as rx
 assert rx.__file__.startswith(sys.prefix), rx.__file__
 with rx.Engine("smollm2-135m", kv_memory="64MiB") as engine:
+    attention = engine.model.describe()["attention"]
+    assert attention.startswith("native" if shutil.which("c++") else "torch"), attention
     (output,) = engine.generate("The capital of France is", rx.SamplingParams(max_tokens=4, temperature=0.0))
 assert "Paris" in output.text, output.text
 """
@@ -190,7 +192,8 @@ def test_every_folder_with_sources_is_a_package_of_the_wheel() -> None:
 
 def test_every_import_is_a_declared_dependency() -> None:
     project = PROJECT["project"]
-    required = project["dependencies"] + project["optional-dependencies"]["test"]
+    extras = project["optional-dependencies"]
+    required = project["dependencies"] + extras["gpu"] + extras["test"]
     declared = {re.split(r"[^a-z0-9-]", requirement.lower())[0] for requirement in required}
     distributions = packages_distributions()
     unknown = set()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,22 +76,40 @@ class Reference:
         return ties
 
 
+@dataclass(frozen=True, kw_only=True)
 class Default:
-    """The default model, the prompts as token ids and the reference's answers."""
+    """The default model on one of the attention kernels, the prompts as token ids and the reference's answers."""
 
-    def __init__(self, model: TransformerModel, tokenizer: HFTokenizer, num_questions: int) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.prompts = [tokenizer.encode(f"Question: {text}\nAnswer:") for text in QUESTIONS[:num_questions]]
-        self.reference = Reference(self.prompts)
+    model: TransformerModel
+    kernel: str
+    tokenizer: HFTokenizer
+    prompts: list[list[int]]
+    reference: Reference
 
     def engine(self, **settings: Any) -> Engine:
-        return Engine(self.model, tokenizer=self.tokenizer, **({"num_pages": 512, "poison": True} | settings))
+        """One that attends with the kernel; a page size that it does not serve skips the test."""
+        if self.kernel == "native" and settings.get("page_size", 16) < 8:
+            pytest.skip("outside the native kernel's domain")
+        engine = Engine(self.model, tokenizer=self.tokenizer, **({"num_pages": 512, "poison": True} | settings))
+        assert self.model.describe()["attention"].startswith(self.kernel)
+        assert self.model.exact
+        return engine
 
 
 @pytest.fixture(scope="module")
-def default(profile: str) -> Default:
-    model, tokenizer = load_model("smollm2-135m")
-    return Default(model, tokenizer, 20 if profile == "deep" else 4)
+def asked(profile: str) -> tuple[list[list[int]], Reference]:
+    """The prompts, and the answers of `generate`."""
+    _, tokenizer = load_model("smollm2-135m")
+    num_questions = 20 if profile == "deep" else 4
+    prompts = [tokenizer.encode(f"Question: {text}\nAnswer:") for text in QUESTIONS[:num_questions]]
+    return prompts, Reference(prompts)
+
+
+@pytest.fixture(scope="module", params=["native", "torch"])
+def default(request: pytest.FixtureRequest, asked: tuple[list[list[int]], Reference]) -> Default:
+    model, tokenizer = load_model("smollm2-135m", cpu_kernel=request.param)
+    prompts, reference = asked
+    return Default(model=model, kernel=request.param, tokenizer=tokenizer, prompts=prompts, reference=reference)
 
 
 def small_pool(default: Default, page_size: int) -> int:
@@ -133,7 +152,16 @@ def test_cold_and_hot(default: Default) -> None:
     audit(engine)
 
 
-@pytest.mark.parametrize("name", FACTORS)
+# In plain torch `make test` runs the corners, which hold every factor, and what native does not serve.
+IN_TORCH = ("pages of 1", "small corner", "large corner")
+ON_EACH = [
+    pytest.param(kernel, name, marks=[] if kernel == "native" or name in IN_TORCH else pytest.mark.deep)
+    for kernel in ("native", "torch")
+    for name in FACTORS
+]
+
+
+@pytest.mark.parametrize(("default", "name"), ON_EACH, indirect=["default"])
 def test_one_factor_at_a_time(default: Default, name: str) -> None:
     run(default, FACTORS[name], preempted=FACTORS[name].get("num_pages") == "small")
 

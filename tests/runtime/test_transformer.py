@@ -210,8 +210,7 @@ def test_models_that_give_logits_of_rows_not_asked_for_are_refused() -> None:
 
 def test_models_that_show_no_row_per_token_are_refused() -> None:
     model = tiny.build(tiny.SERVED["llama"]())
-    attentions = [module for module in model.modules() if hasattr(module, "layer_idx")]
-    model.modules = lambda: iter(attentions)
+    model.modules = lambda: iter([layer.self_attn for layer in model.model.layers])
     with pytest.raises(ModelError, match="LlamaForCausalLM cannot be served: no part of it"):
         TransformerModel(model)
 
@@ -348,7 +347,7 @@ def test_rows_that_are_not_finite_are_told_apart() -> None:
 def test_logits_that_are_not_finite_are_told_too() -> None:
     hf_model = tiny.build(tiny.SERVED["llama"]())
     model = TransformerModel(hf_model)
-    hf_model.lm_head.weight.data[7] = torch.inf
+    hf_model.lm_head.bias = torch.full((tiny.VOCAB_SIZE,), torch.inf, dtype=torch.float64)
     driver = Driver(model)
     assert model.forward(driver.batch({driver.add(): [5, 6, 7]})).finite.tolist() == [True, True, False]
 

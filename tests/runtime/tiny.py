@@ -112,6 +112,19 @@ SERVED: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: hf.MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
 }
 
+# Served by the native kernel too, once their heads are as wide as it takes.
+WIDE = ("llama", "llama3-rope", "mistral", "gemma3", "gemma2", "qwen2", "qwen3", "gpt2", "olmo2", "phi3", "mixtral")
+
+
+def wide(name: str) -> Any:
+    """The config of this name with heads of 32."""
+    config = SERVED[name]()
+    for attribute, value in {"hidden_size": 128, "head_dim": 32, "query_pre_attn_scalar": 32}.items():
+        if hasattr(config, attribute):
+            setattr(config, attribute, value)
+    return config
+
+
 # Refused, with a part of the reason that the error must give.
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "bloom": (lambda: hf.BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4), "ALiBi"),

@@ -1,0 +1,84 @@
+"""Which attention backend serves a model's layers here, and why. Knows nothing of what a backend computes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from radixrt.kernels.backend import AttentionBackend, LayerShape
+from radixrt.kernels.cpu import native
+from radixrt.kernels.cpu.native import NativeAttention
+from radixrt.kernels.cpu.torch_attention import TorchAttention
+
+from .errors import ModelError
+
+CPU_KERNEL = "RADIXRT_CPU_KERNEL"  # environment variable: what a machine is made to run, for tests and comparisons
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A backend, and why it is this one."""
+
+    backend: AttentionBackend
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.backend.name} ({self.reason}); shared runs of pages are read once"
+
+
+def probe_backend(device: torch.device) -> AttentionBackend:
+    """The backend that serves any shape on this device, and the probe's small pages. ModelError where it is missing."""
+    if device.type == "cuda":
+        try:
+            from radixrt.kernels.triton.backend import TritonAttention
+        except ImportError as error:
+            raise ModelError(f"device {device}: attention needs triton, {error}; install radixrt[gpu]") from error
+
+        backend: AttentionBackend = TritonAttention(device)
+        return backend
+    return TorchAttention()
+
+
+def choose_backend(
+    device: torch.device,
+    dtype: torch.dtype,
+    page_size: int,
+    shapes: Iterable[LayerShape],
+    *,
+    asked: str | None = None,
+) -> Chosen:
+    """The backend for these layers. `asked`: "native" or "torch" on the CPU, by default what RADIXRT_CPU_KERNEL says.
+
+    The native kernel runs where it serves every layer and can be built, plain torch elsewhere, with one warning where
+    only the build failed. Raises ModelError where native was asked for and cannot serve.
+    """
+    if device.type != "cpu":
+        return Chosen(probe_backend(device), f"the device is {device}")
+    asked = asked or os.environ.get(CPU_KERNEL) or None
+    if asked not in (None, "native", "torch"):
+        raise ModelError(
+            f"{CPU_KERNEL} is {asked!r}; it must be native or torch, or unset for the faster one that serves"
+        )
+    if asked == "torch":
+        return Chosen(TorchAttention(), "it was asked for")
+    unserved = next(filter(None, (native.unserved(dtype, page_size, shape) for shape in shapes)), None)
+    built = None if unserved else native.build()
+    if built is not None and built.library is not None:
+        return Chosen(NativeAttention(built.library), f"compiled for this machine: {built.reason}")
+    reason = unserved if built is None else built.reason
+    if asked == "native":
+        raise ModelError(f"the native attention kernel was asked for and cannot serve: {reason}")
+    if built is not None:
+        _warn_unbuilt(built.reason)
+    return Chosen(TorchAttention(), f"native cannot serve: {reason}")
+
+
+@cache
+def _warn_unbuilt(reason: str) -> None:
+    """Once in a process: what a compiler would make faster still runs."""
+    warnings.warn(f"attention runs in plain torch, slower: the native kernel has no build, {reason}", stacklevel=2)

@@ -1,0 +1,281 @@
+"""Makes a loaded transformers model lean in place, and says what of it is not exact.
+
+Knows nothing of attention, and of a model's architecture only the names of classes it recognises.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .attention import ATTENTION_NAME
+from .errors import ModelError
+from .linear import Linear, Workshop, operands
+from .modules import MLP, Attention, ByRows, Experts, RMSNorm, Rotary, Router, SoftCapped
+
+_Make = Callable[[Any, Workshop], nn.Module]
+_KINDS: dict[str, _Make] = {
+    "Attention": Attention,
+    "MLP": MLP,
+    "RMSNorm": RMSNorm,
+    "Experts": Experts,
+    "TopKRouter": Router,
+}
+_FAMILIES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+}
+# By full name, so that a subclass, which may compute anything, is not taken for its base.
+_RECOGNISED: dict[str, _Make] = {
+    f"transformers.models.{folder}.modeling_{folder}.{prefix}{kind}": make
+    for folder, prefix in _FAMILIES.items()
+    for kind, make in _KINDS.items()
+}
+_ELEMENTWISE = ("transformers.activations", "torch.nn.modules.activation")
+_NOT_ELEMENTWISE = (nn.Softmax, nn.Softmax2d, nn.Softmin, nn.LogSoftmax, nn.GLU, nn.MultiheadAttention)
+# A module is kept as it was where its replacement differs by more than this, relative to the norm of a row.
+_BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+_TRIM = 2**25  # bytes
+_CHANGING = ("dynamic", "longrope")  # kinds of RoPE whose angles depend on more than the position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slimmed:
+    """What became of a model. `flaws` says why rows may differ in bits; empty where `exact` was asked for and holds."""
+
+    replaced: dict[str, int]  # class name: how many
+    kept: dict[str, str]  # class name: why a recognised one stayed
+    flaws: tuple[str, ...]
+    num_parameters: int
+    weight_bytes: int
+
+    def __str__(self) -> str:
+        lean = ", ".join(f"{count} {name}" for name, count in self.replaced.items()) or "none"
+        return f"lean for {lean}" + "".join(f"; {name} as loaded: {why}" for name, why in self.kept.items())
+
+
+def slim(hf_model: Any, *, exact: bool, max_rows: int) -> Slimmed:
+    """Replace modules of `hf_model` in place and free the originals, one by one; the model's results stay the same.
+
+    Every linear layer is packed for oneDNN; with `exact`, its rows and those of activations and rotary angles get the
+    same bits whatever stands beside them, on any number of threads. Products take `max_rows` rows at a time.
+    """
+    parameters = list(hf_model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in parameters)
+    weight_bytes = sum(parameter.numel() * parameter.itemsize for parameter in parameters)
+    del parameters
+    hf_model.requires_grad_(False)  # noqa: FBT003
+    slimming = _Slimming(Workshop(exact=exact, max_rows=max_rows), _shared(hf_model), _Memory())
+    with torch.no_grad():
+        slimming.children_of(hf_model)
+        slimming.memory.trim(from_bytes=0)
+        if exact:
+            _move_softcap(hf_model)
+    flaws = slimming.shop.flaws() + _own_products(hf_model) if exact else []
+    return Slimmed(
+        replaced=dict(slimming.replaced),
+        kept=slimming.kept,
+        flaws=tuple(flaws),
+        num_parameters=num_parameters,
+        weight_bytes=weight_bytes,
+    )
+
+
+@dataclass(slots=True)
+class _Slimming:
+    shop: Workshop
+    shared: frozenset[int]  # ids of parameters that several modules hold
+    memory: _Memory
+    replaced: Counter[str] = field(default_factory=Counter)
+    kept: dict[str, str] = field(default_factory=dict)
+
+    def children_of(self, parent: nn.Module) -> None:
+        """Replace what can be below `parent`; the memory of what goes is given back at once."""
+        for name, child in list(parent.named_children()):
+            lean = self._lean(child)
+            if lean is None:
+                self.children_of(child)
+                self.memory.trim(from_bytes=_TRIM)
+                continue
+            kept = {parameter.data_ptr() for parameter in lean.parameters()} | operands(lean)
+            parent._modules[name] = lean
+            self.replaced[type(child).__name__] += 1
+            for parameter in child.parameters():
+                if id(parameter) not in self.shared and parameter.data_ptr() not in kept:
+                    self.memory.let_go(parameter)
+
+    def _lean(self, module: Any) -> nn.Module | None:
+        """What takes the place of `module`, or None if it stays and its parts may be replaced."""
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        if kind in _RECOGNISED and self.shared.isdisjoint(map(id, module.parameters())):
+            lean = _agreeing(module, _RECOGNISED[kind], self)
+            if lean is not None:
+                return lean
+        if type(module) is nn.Linear:
+            return self.shop.linear(module.weight, module.bias, shared=id(module.weight) in self.shared)
+        if kind == "transformers.pytorch_utils.Conv1D" and id(module.weight) not in self.shared:
+            return self.shop.linear(module.weight.detach().T.contiguous(), module.bias)
+        if type(module).__name__.endswith("RotaryEmbedding") and hasattr(module, "rope_type"):
+            kinds = module.rope_type.values() if isinstance(module.rope_type, dict) else [module.rope_type]
+            return Rotary(module, static=not any(kind.startswith(_CHANGING) for kind in kinds))
+        if self.shop.exact and type(module).__module__ in _ELEMENTWISE and not isinstance(module, _NOT_ELEMENTWISE):
+            return ByRows(module)
+        return None
+
+
+def _agreeing(module: Any, make: _Make, slimming: _Slimming) -> nn.Module | None:
+    """The lean module, if it gives what `module` gives on random input."""
+    name = type(module).__name__
+    if name in slimming.kept:
+        return None
+    try:
+        lean = make(module, slimming.shop)
+        differ = _difference(module, lean)
+    except Exception as error:  # a version of the class that is made otherwise
+        slimming.kept[name] = f"it is not made as expected ({error!r:.100})"
+        return None
+    dtype = next(module.parameters()).dtype
+    if not differ <= _BOUNDS[dtype]:
+        slimming.kept[name] = f"its replacement differs by {differ:.0e} ({_BOUNDS[dtype]:.0e} is allowed)"
+        return None
+    return lean.eval()
+
+
+def _difference(module: Any, lean: nn.Module) -> float:
+    """Between what the two give for a few random rows, relative to the norm of a row."""
+    weight = next(module.parameters())
+    generator = torch.Generator().manual_seed(0)
+
+    def rows(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(weight)
+
+    config, step = getattr(module, "config", None), _Dense()
+    if isinstance(lean, Attention):
+        angles = rows(1, _ROWS, lean.head_dim // 2).repeat(1, 1, 2)
+        inputs: tuple[Any, ...] = (rows(1, _ROWS, lean.qkv.in_features), (angles.cos(), angles.sin()), None)
+        module.radixrt_binding = lean.radixrt_binding = SimpleNamespace(step=step)
+    elif isinstance(lean, Experts):
+        chosen = torch.arange(2 * _ROWS).view(_ROWS, 2) % module.num_experts
+        inputs = (rows(_ROWS, module.hidden_dim), chosen, rows(_ROWS, 2))
+    else:
+        inputs = (rows(1, _ROWS, lean.gate_up.in_features if isinstance(lean, MLP) else weight.shape[-1]),)
+    with _set(config, _attn_implementation=ATTENTION_NAME, _experts_implementation="eager"):
+        expected, ours = (_tensors(run(*inputs)) for run in (module, lean))
+    lean.__dict__.pop("radixrt_binding", None)
+    if step.asked[:1] != step.asked[1:]:
+        raise ModelError(f"attends with {step.asked[0]}, not {step.asked[1]}")
+    pairs = [(a.double(), b.double()) for a, b in zip(expected, ours, strict=True) if a.is_floating_point()]
+    return max(float(((a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-30)).max()) for a, b in pairs)
+
+
+_ROWS = 5
+
+
+class _Dense:
+    """A step that holds only the rows it is given: plain causal attention. `asked`: what else each call asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    def attend(
+        self, _layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, **asked: Any
+    ) -> torch.Tensor:
+        self.asked.append({"scale": scale} | asked)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return out[0].transpose(0, 1).contiguous()
+
+
+@contextmanager
+def _set(config: Any, **settings: str) -> Iterator[None]:
+    """The settings that `config` has are these inside, and as they were after."""
+    before = {name: getattr(config, name) for name in settings if hasattr(config, name)}
+    try:
+        for name in before:
+            setattr(config, name, settings[name])
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors that both versions of a module give; attention weights are an extra of the original."""
+    if isinstance(output, tuple) and len(output) == 2:
+        output = output[0]
+    return list(output) if isinstance(output, tuple) else [output]
+
+
+def _shared(hf_model: nn.Module) -> frozenset[int]:
+    """Ids of the parameters that are in two modules: a head tied to the embedding."""
+    counts = Counter(id(p) for module in hf_model.modules() for p in module._parameters.values() if p is not None)
+    return frozenset(parameter for parameter, count in counts.items() if count > 1)
+
+
+def _move_softcap(hf_model: Any) -> None:
+    """Let the head bound its logits, by rows; the model's own code then leaves them alone."""
+    config, head = vars(hf_model.config), hf_model.get_output_embeddings()
+    cap = config.get("final_logit_softcapping")
+    if cap is not None and isinstance(head, Linear):
+        hf_model.set_output_embeddings(SoftCapped(head, cap))
+        config["final_logit_softcapping"] = None  # past the setter: some configs refuse None
+
+
+def _own_products(hf_model: nn.Module) -> list[str]:
+    """What multiplies by weights that are no linear layer known here, by class."""
+    found = {
+        type(module).__name__
+        for module in hf_model.modules()
+        if any(p is not None and p.dim() > 1 for p in module._parameters.values())
+        and not isinstance(module, nn.Embedding)
+    }
+    return [f"{name} multiplies by weights of its own" for name in sorted(found)]
+
+
+class _Memory:
+    """Gives memory of replaced weights back to the system while the rest is still being replaced.
+
+    Where weights are a mapped file, it stays mapped until its last tensor is gone, and its pages would count beside
+    the packed copies. Where they are not, they lie in arenas of the threads that loaded them, which keep what is freed.
+    """
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None)
+        self._files: list[tuple[int, int]] = []  # where files are mapped
+        self._freed = 0
+        if os.path.exists("/proc/self/maps"):  # Linux: elsewhere the system takes such pages when it needs them
+            with open("/proc/self/maps") as maps:
+                found = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .* /", maps.read(), re.MULTILINE)
+            self._files = [(int(low, 16), int(high, 16)) for low, high in found]
+
+    def let_go(self, tensor: torch.Tensor) -> None:
+        """The pages of `tensor` may be dropped: from a file they can be read again; others are only counted here."""
+        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        if any(low <= start and start + size <= high for low, high in self._files):
+            if size > 0:
+                self._libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+        else:
+            self._freed += tensor.nbytes
+
+    def trim(self, *, from_bytes: int) -> None:
+        """Give back what is free, if it is worth the call (1 ms)."""
+        if self._freed >= from_bytes and hasattr(self._libc, "malloc_trim"):  # glibc
+            self._libc.malloc_trim(0)
+            self._freed = 0
