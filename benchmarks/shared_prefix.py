@@ -1,21 +1,26 @@
 """The main job on the real model: requests that share a long prompt with the cache and without, and the first token.
 
-GSM8K few-shot text in bfloat16; transformers.generate runs beside it. See benchmarks/README.md for how to read it.
+GSM8K few-shot text in bfloat16; transformers.generate runs beside it, and the machine's limit. See
+benchmarks/README.md for how to read it.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.append(os.path.dirname(__file__))  # python -P leaves it out
 
+import torch
 from _harness import Goal, Options, Report, Variant, number, time_rounds  # before torch
+from _limits import Machine
 
 import radixrt as rx
 from radixrt.runtime import FinishEvent, TokenEvent, Tokenizer, trie_size
@@ -24,6 +29,8 @@ from radixrt.runtime.loading import resolve
 
 MODEL, DTYPE, PAGE_SIZE = "smollm2-135m", "bfloat16", 16
 OWN_LEN, OUTPUT_LEN = 32, 16
+LIMIT_OWN_LEN, LIMIT_OUTPUT_LEN = 60, 32  # of the run that is held against the machine's limit
+PARAMETERS, BODY_PARAMETERS = 134_515_008, 106_203_456  # all, and all but the embedding's, which is the head's too
 DATA = Path(__file__).parent / "data" / "gsm8k.json"
 
 
@@ -34,7 +41,7 @@ def num_pages(prompt: Sized) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """One shared prefix, and as many suffixes of `OWN_LEN` tokens as anyone asks for that begin in different ways."""
+    """One shared prefix, and as many suffixes of one length as anyone asks for that begin in different ways."""
 
     shared: list[int]
     suffixes: Iterator[list[int]]
@@ -43,16 +50,16 @@ class Prompts:
         return [self.shared + next(self.suffixes) for _ in range(n)]
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, shared_len: int) -> Prompts:
+    def of(cls, tokenizer: Tokenizer, shared_len: int, own_len: int = OWN_LEN) -> Prompts:
         """Few-shot examples up to the last "Question:", cut at the front to `shared_len` tokens."""
         data = json.loads(DATA.read_text())
         shots = "".join(f"Question: {shot['question']}\nAnswer: {shot['answer']}\n\n" for shot in data["examples"])
         shared = tokenizer.encode(f"{shots}Question:")[-shared_len:]
         assert len(shared) == shared_len, "too few examples for the prompt"
         by_first: dict[int, list[int]] = {}
-        for question in data["questions"]:
-            own = tokenizer.encode(f" {question}")[:OWN_LEN]
-            if len(own) == OWN_LEN:
+        for question, next_one in itertools.pairwise(data["questions"]):
+            own = tokenizer.encode(f" {question} {next_one}")[:own_len]
+            if len(own) == own_len:
                 by_first.setdefault(own[0], own)
         return cls(shared=shared, suffixes=iter(by_first.values()))
 
@@ -98,7 +105,6 @@ def make_load(*, num_requests: int, prompt_len: int, prefix_cache: bool) -> Load
 
 def make_generate() -> Callable[[list[int]], tuple[int, ...]]:
     """transformers.generate on one prompt: the tokens after it. Its own attention, greedy, as many tokens as ours."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     with quiet_transformers():
@@ -179,6 +185,31 @@ def measure_generate(report: Report, load: Load, prompts: list[list[int]], ours:
     report.note(f"{same} of {len(prompts)} answers are the same; in bfloat16 near-ties may differ")
 
 
+def measure_limit(report: Report, load: Load, prompts: list[list[int]]) -> None:
+    """All requests at once, cold, against the least time that the machine's rates allow for products and weights.
+
+    The prompts' trie through all weights but the embedding's, then a batch of one row each through all weights, once
+    for each further token. Attention, reading KV and sampling count as nothing, so 100 % cannot be reached.
+    """
+    rounds = 1 if report.options.quick else 3
+    load.params = replace(load.params, max_tokens=LIMIT_OUTPUT_LEN)
+    machine = Machine(report.options.clock)
+    seconds, bounds = [], []
+    for _ in range(rounds):
+        limits = machine.limits(torch.bfloat16, shape=(1024, 1536, 1536))
+        prefill = 2 * trie_size(prompts) * BODY_PARAMETERS / limits.gemm
+        step = limits.seconds(num_bytes=2 * PARAMETERS, flops=2 * PARAMETERS * len(prompts))
+        bounds.append(prefill + (LIMIT_OUTPUT_LEN - 1) * step)
+        variant = Variant(prepare=load.forget, run=lambda _: load.run(prompts))
+        times = time_rounds({"ours": variant}, rounds=1, warmups=0, clock=report.options.clock)["ours"]
+        seconds.append(times.median)
+    report.section(f"{len(prompts)} requests of {len(prompts[0])}, {LIMIT_OUTPUT_LEN} tokens each", "limit")
+    share = median(bound / taken for bound, taken in zip(bounds, seconds, strict=True))
+    report.add("seconds", median(seconds), "s", baseline=f"{number(median(bounds))} s")
+    goal = None if report.options.quick else Goal.at_least(0.25)
+    report.add("of the limit", share, "x", goal=goal, baseline=str(limits))
+
+
 def main() -> int:
     options = Options.parse(__doc__, clock="wall")
     num_requests, shared_len = (4, 500) if options.quick else (16, 2000)
@@ -194,6 +225,7 @@ def main() -> int:
     off.engine.close()
     measure_first_token(report, on, prompts)
     measure_generate(report, on, batch[:4], ours)
+    measure_limit(report, on, Prompts.of(on.engine.tokenizer, shared_len, LIMIT_OWN_LEN).take(num_requests))
     on.engine.check()
     on.engine.close()
     return report.finish()

@@ -181,7 +181,7 @@ class Attention(nn.Module):
         terms = getattr(position_embeddings, "terms", None)
         cos, sin = rotation_terms(*position_embeddings) if terms is None else terms
         num_q, num_k, num_v = self.num_heads
-        heads = self.qkv(hidden_states).view(-1, num_q + num_k + num_v, self.head_dim)
+        heads = self.qkv.forward(hidden_states).view(-1, num_q + num_k + num_v, self.head_dim)
         turned = heads.narrow(1, 0, num_q + num_k)  # not split: that is Python, 5 us
         if self.norm_weight is not None:
             turned = F.rms_norm(turned, (self.head_dim,), None, self.eps).mul_(self.norm_weight)
@@ -189,7 +189,7 @@ class Attention(nn.Module):
         turned.mul_(cos).add_(crossed)
         q, k, v = turned.narrow(1, 0, num_q), turned.narrow(1, num_q, num_k), heads.narrow(1, num_q + num_k, num_v)
         out = step.attend(self.layer_idx, q, k, v, scale=self.scale, window=self.window, softcap=None)
-        return self.out(out.view(1, out.shape[0], -1)), None
+        return self.out.forward(out.view(1, out.shape[0], -1)), None
 
 
 class MLP(nn.Module):
@@ -202,9 +202,27 @@ class MLP(nn.Module):
         self.act = activation(original.act_fn, shop)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        y: torch.Tensor = self.down(self.act(gate).mul_(up))
-        return y
+        gate, up = self.gate_up.forward(x).chunk(2, -1)
+        return self.down.forward(self.act(gate).mul_(up))
+
+
+def straight(layer: Any) -> Function:
+    """The forward of a decoder layer whose parts are lean, without the library's wrappers: 50 us a layer.
+
+    `[1, T, K]` to the same: norm, attention, add, norm, MLP, add. Hooks of the parts are not called.
+    """
+    parts = (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp)
+    norm, attend, second_norm, mlp = (part.forward for part in parts)
+
+    def forward(
+        hidden_states: torch.Tensor, position_embeddings: Any = None, attention_mask: None = None, **_: Any
+    ) -> torch.Tensor:
+        attended, _ = attend(norm(hidden_states), position_embeddings, attention_mask)
+        hidden_states = hidden_states + attended
+        summed: torch.Tensor = hidden_states + mlp(second_norm(hidden_states))
+        return summed
+
+    return forward
 
 
 class Experts(nn.Module):

@@ -23,7 +23,7 @@ from torch import nn
 from .attention import ATTENTION_NAME
 from .errors import ModelError
 from .linear import Linear, Workshop, operands
-from .modules import MLP, Attention, ByRows, Experts, RMSNorm, Rotary, Router, SoftCapped
+from .modules import MLP, Attention, ByRows, Experts, RMSNorm, Rotary, Router, SoftCapped, straight
 
 _Make = Callable[[Any, Workshop], nn.Module]
 _KINDS: dict[str, _Make] = {
@@ -46,6 +46,9 @@ _RECOGNISED: dict[str, _Make] = {
     f"transformers.models.{folder}.modeling_{folder}.{prefix}{kind}": make
     for folder, prefix in _FAMILIES.items()
     for kind, make in _KINDS.items()
+}
+_LAYERS = {
+    f"transformers.models.{folder}.modeling_{folder}.{prefix}DecoderLayer" for folder, prefix in _FAMILIES.items()
 }
 _ELEMENTWISE = ("transformers.activations", "torch.nn.modules.activation")
 _NOT_ELEMENTWISE = (nn.Softmax, nn.Softmax2d, nn.Softmin, nn.LogSoftmax, nn.GLU, nn.MultiheadAttention)
@@ -111,6 +114,8 @@ class _Slimming:
             lean = self._lean(child)
             if lean is None:
                 self.children_of(child)
+                if _kind(child) in _LAYERS and isinstance(child.self_attn, Attention):
+                    child.forward = straight(child)  # the layer itself stays: the library collects its outputs by class
                 self.memory.trim(from_bytes=_TRIM)
                 continue
             kept = {parameter.data_ptr() for parameter in lean.parameters()} | operands(lean)
@@ -122,7 +127,7 @@ class _Slimming:
 
     def _lean(self, module: Any) -> nn.Module | None:
         """What takes the place of `module`, or None if it stays and its parts may be replaced."""
-        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        kind = _kind(module)
         if kind in _RECOGNISED and self.shared.isdisjoint(map(id, module.parameters())):
             lean = _agreeing(module, _RECOGNISED[kind], self)
             if lean is not None:
@@ -137,6 +142,10 @@ class _Slimming:
         if self.shop.exact and type(module).__module__ in _ELEMENTWISE and not isinstance(module, _NOT_ELEMENTWISE):
             return ByRows(module)
         return None
+
+
+def _kind(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _agreeing(module: Any, make: _Make, slimming: _Slimming) -> nn.Module | None:
