@@ -189,15 +189,23 @@ class Options:
     json: Path | None
     clock: Callable[[], float]  # seconds; of "cpu" those that the process computed, on all its threads together
     clock_name: str
+    runs: int | None = None  # of a script that measures everything so many times; None: as it likes
+    sweep: bool = False
 
     @classmethod
-    def parse(cls, description: str | None, *, clock: str) -> Options:
-        """Read the arguments; `clock` is the default of `--clock`."""
+    def parse(cls, description: str | None, *, clock: str, runs: bool = False, sweep: str | None = None) -> Options:
+        """Read the arguments; `clock` is the default of `--clock`. `runs` and `sweep` (its help) offer those too."""
         parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
         parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller sizes: under a minute")
         parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write values, times and machine facts there")
         parser.add_argument("--clock", dest="clock_name", choices=CLOCKS, default=clock, help=f"default: {clock}")
+        if runs:
+            parser.add_argument(
+                "--runs", type=int, metavar="N", help="values are medians of N runs: 3, or 1 with --quick"
+            )
+        if sweep is not None:
+            parser.add_argument("--sweep", action="store_true", help=sweep)
         given = vars(parser.parse_args())
         return cls(**given, clock=CLOCKS[given["clock_name"]])
 

@@ -5,7 +5,6 @@ Plans and backends of radixrt.kernels alone, no model. See benchmarks/README.md 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -202,12 +201,10 @@ def chunk_cases(*, quick: bool) -> Iterator[Case]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--runs", type=int)
-    parser.add_argument("--sweep", action="store_true")
-    own, sys.argv[1:] = parser.parse_known_args()
-    options = Options.parse(__doc__, clock="wall")
-    built, runs = build(), own.runs or (1 if options.quick else 3)
+    options = Options.parse(
+        __doc__, clock="wall", runs=True, sweep="find from which sharing pays, for both CPU backends"
+    )
+    built, runs = build(), options.runs or (1 if options.quick else 3)
     native = NativeAttention(built.library) if built.library is not None else None
     bench = Bench(
         report=Report(options=options),
@@ -219,7 +216,7 @@ def main() -> int:
     print(f"{torch.get_num_threads()} threads; medians of {runs} runs of {bench.rounds} rounds; native: {built.reason}")
     print(f"last-level cache {number(bench.machine.cache_bytes / 1e6)} MB; the KV of a round is twice that")
     with torch.inference_mode():
-        if own.sweep:
+        if options.sweep:
             for backend, shape, dtype, exact in product((native, TorchAttention()), SHAPES, DTYPES, (True, False)):
                 if backend is not None and (shape is SHAPES[0] or not options.quick):
                     bench.sweep(backend, shape, dtype, exact=exact)

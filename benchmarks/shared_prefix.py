@@ -18,8 +18,10 @@ from typing import Any
 
 sys.path.append(os.path.dirname(__file__))  # python -P leaves it out
 
-import torch
 from _harness import Goal, Options, Report, Variant, number, time_rounds  # before torch
+
+# isort: split
+import torch
 from _limits import Machine
 
 import radixrt as rx

@@ -5,7 +5,6 @@ SmolLM2 after 512 tokens of GSM8K text. See benchmarks/README.md for how to read
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -266,14 +265,11 @@ def measure(report: Report, machine: Machine, sizes: Sizes, dtype: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--runs", type=int)
-    own, sys.argv[1:] = parser.parse_known_args()
-    options = Options.parse(__doc__, clock="wall")
+    options = Options.parse(__doc__, clock="wall", runs=True)
     if options.quick:
-        sizes = Sizes(context=128, batches=(1, 8), runs=own.runs or 1, rounds=5, engine_steps=10)
+        sizes = Sizes(context=128, batches=(1, 8), runs=options.runs or 1, rounds=5, engine_steps=10)
     else:
-        sizes = Sizes(context=512, batches=(1, 8, 32), runs=own.runs or 3, rounds=9, engine_steps=40)
+        sizes = Sizes(context=512, batches=(1, 8, 32), runs=options.runs or 3, rounds=9, engine_steps=40)
     report, machine = Report(options=options), Machine(options.clock)
     print(f"{torch.get_num_threads()} threads; medians of {sizes.runs} runs of {sizes.rounds} rounds")
     for dtype in ("bfloat16",) if options.quick else ("float32", "bfloat16"):

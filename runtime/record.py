@@ -154,6 +154,6 @@ def _model_of(spec: Any) -> tuple[Model, Tokenizer]:
             from .testing import ByteTokenizer, HashModel
 
             return HashModel(vocab=vocab, context=context, eos=frozenset(eos)), ByteTokenizer()
-        case {"kind": "transformers", "name": str(name), "dtype": str(dtype), "device": str(device)}:
-            return load_model(name, dtype=dtype, device=device)
+        case {"kind": "transformers", "name": str(name), "dtype": str(dtype), "device": str(device), "exact": exact}:
+            return load_model(name, dtype=dtype, device=device, exact=None if exact else False)
     raise InvalidRequest(f"record: names no model that can be built again: {spec!r}")

@@ -52,6 +52,8 @@ class TransformerModel:
         self._slimmed = slim(hf_model, exact=wanted, max_rows=_MAX_ROWS) if on_cpu else None
         probed = probe(hf_model, untouched, probe_backend(self.device), exact=wanted)
         self._inexact = self._flaw(probed.inexact)
+        if wanted and self._inexact is not None:
+            self.notes += (f"answers may differ in their last bits with what else runs: {self._inexact}",)
         self._require_exact()
         self._binding, self._vocab_size, self._shapes = probed.binding, probed.vocab_size, probed.shapes
         self._layers = {(shape, probed.groups[layer]) for layer, shape in probed.shapes.items()}
