@@ -1,10 +1,11 @@
 """Where chance comes from: Gumbel noise that depends on (seed, path, position, token id) and on nothing else.
 
-Knows nothing of requests, logits or batches: whoever draws beside a sequence, and on which machine, changes nothing.
+Knows nothing of requests or batches: whoever draws beside a sequence, and on which machine, changes nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -12,12 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
-
-
 FloatArray = npt.NDArray[np.float64]
+WordArray = npt.NDArray[np.uint64]
 
-_FEW = 1024  # scores that cost no more than looking for those that can win
-_SLACK = 1 - 1e-5  # the bound below is computed in float32
+_FEW = 512  # logits whose noise costs no more than looking for those that can win
+_PIECE = 16_384  # words mixed at a time: 128 KiB stay in a core's own cache, those of a vocabulary need not
+_RARE_BITS = 7  # of 50,000 words 400 begin with as many ones
+_RARE = np.uint64(2**64 - 2 ** (64 - _RARE_BITS))
+# SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)
+_STEP = 0x9E3779B97F4A7C15
+_STEPS = np.arange(_PIECE, dtype=np.uint64) * np.uint64(_STEP)
+_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def gumbel_noise(seed: Sequence[int], path: Sequence[int], position: int, token_ids: IntArray) -> FloatArray:
@@ -31,48 +38,70 @@ def gumbel_noise(seed: Sequence[int], path: Sequence[int], position: int, token_
 
 
 def gumbel_argmax(
-    scores: FloatArray,  # [n] log-probabilities up to a constant, the largest of them 0
+    logits: npt.NDArray[np.float32],  # [n], at least one; the largest is finite
+    temperature: float,  # positive
     seed: Sequence[int],
     path: Sequence[int],
     position: int,
-    token_ids: IntArray,  # [n]
+    token_ids: IntArray | None = None,  # [n]; 0..n where none are given
 ) -> int:
-    """The index at which `scores + gumbel_noise(...)` is largest, the first of equals.
+    """The index at which `logits / temperature + gumbel_noise(...)`, in float64, is largest, the first of equals.
 
-    Two logarithms for each id would be most of what a draw from a whole vocabulary costs. As -log u >= 1 - u, the
-    noise is at most -log(1 - u): where even that does not reach what the best score got, the noise is not needed.
+    For n = 50,000 it takes 0.24 ms, 0.14 ms of it for the words. Two logarithms for each would cost as much again, so
+    few are scored. The noise -log(-log u) is at most -log(1 - u), because -log u >= 1 - u. So a word that does not
+    begin with seven ones, 1 - u >= 2**-7, gives at most 7 log 2, and a logit that needs more than that to reach the
+    best score of a sample is out.
     """
-    words = _words(_key(seed, path, position), token_ids)
-    if len(scores) <= _FEW:
-        return int(np.argmax(scores + _gumbel(words)))
-    best = int(scores.argmax())
-    reached = np.exp(scores[best] + _gumbel(words[best : best + 1]))
-    beyond = (~words >> np.uint64(32)).astype(np.float32)  # (1 - u) * 2**32, rounded down
-    with np.errstate(over="ignore"):  # a score of -inf, or nearly
-        weights = np.exp(scores.astype(np.float32))
-    able = np.flatnonzero(weights >= beyond * np.float32(reached * _SLACK * 2.0**-32))
-    return int(able[np.argmax(scores[able] + _gumbel(words[able]))])
+    key, top = _key(seed, path, position), int(logits.argmax())
+    peak = float(logits[top])
+
+    def best_of(indices: IntArray) -> tuple[float, int]:
+        words = _words(key, indices if token_ids is None else token_ids[indices])
+        scores = (logits[indices].astype(np.float64) - peak) / temperature + _gumbel(words)
+        at = int(scores.argmax())
+        return float(scores[at]), int(indices[at])
+
+    with np.errstate(over="ignore"):  # to infinity: low scores at tiny temperatures, thresholds at huge ones
+        if len(logits) <= _FEW:
+            return best_of(np.arange(len(logits)))[1]
+        some = np.arange(0, len(logits), len(logits) // _FEW)  # the best score of these and the top is not far below
+        some[0] = top
+        score, _ = best_of(some)
+        enough = np.float32(peak + temperature * (score - _RARE_BITS * math.log(2) - 1e-6))
+        able = logits >= np.nextafter(enough, np.float32(-np.inf))
+        for start in range(0, len(logits), _PIECE):
+            piece = able[start : start + _PIECE]
+            if token_ids is None:
+                words = _mixed(key, _STEPS[: len(piece)], start * _STEP)
+            else:
+                words = _words(key, token_ids[start : start + _PIECE])
+            piece |= words >= _RARE
+        return best_of(np.flatnonzero(able))[1]
 
 
-def _gumbel(words: npt.NDArray[np.uint64]) -> FloatArray:
+def _gumbel(words: WordArray) -> FloatArray:
+    """The noise of `_words`, whose last step is here: it leaves the first bits, and few words get here."""
+    words = words ^ words >> _SHIFTS[2]
     # Midpoints of 2**52 equal parts of (0, 1): never 0 or 1, so the noise lies within (-3.7, 36.8).
     uniform = ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     noise: FloatArray = -np.log(-np.log(uniform))
     return noise
 
 
-def _words(key: int, token_ids: IntArray) -> npt.NDArray[np.uint64]:
-    """A 64-bit word for each id: SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), half of the key in its middle."""
-    words = token_ids.astype(np.uint64)
-    words *= np.uint64(0x9E3779B97F4A7C15)
-    words += np.uint64(key >> 64)
-    shifted = words >> np.uint64(30)
+def _words(key: int, token_ids: IntArray) -> WordArray:
+    """A 64-bit word for each id, but for the last step."""
+    return _mixed(key, token_ids.astype(np.uint64) * np.uint64(_STEP), 0)
+
+
+def _mixed(key: int, steps: WordArray, offset: int) -> WordArray:
+    """SplitMix64's words at `steps + offset`, with half of the key before it and half in its middle."""
+    words = steps + np.uint64((offset + (key >> 64)) % 2**64)
+    shifted = words >> _SHIFTS[0]
     words ^= shifted
-    words *= np.uint64(0xBF58476D1CE4E5B9)
-    words ^= np.uint64(key & (2**64 - 1))
-    words ^= np.right_shift(words, np.uint64(27), out=shifted)
-    words *= np.uint64(0x94D049BB133111EB)
-    words ^= np.right_shift(words, np.uint64(31), out=shifted)
+    words *= _FACTORS[0]
+    words ^= np.uint64(key % 2**64)
+    words ^= np.right_shift(words, _SHIFTS[1], out=shifted)
+    words *= _FACTORS[1]
     return words
 
 

@@ -9,7 +9,7 @@ import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from .outputs import Logprob, TokenLogprobs
 from .params import SamplingParams
 
 FloatArray = npt.NDArray[np.float32]
+
+_MARGIN = 1e-4  # weights and sums in float32 are nearer than a third of it
 
 
 class History:
@@ -88,7 +90,8 @@ def sample(logits: Sequence[torch.Tensor] | torch.Tensor, rows: Sequence[Sampler
     """One token for each row of `logits` (R times `[V]` float32, in the host's memory, not changed), in order.
 
     Equal logits are ordered by token id, lowest first. Logits must be finite: the caller checks. For V = 50,000 a
-    greedy row costs 20 us, a draw 0.3 ms, and log-probabilities or filters up to 0.5 ms more.
+    greedy row costs 20 us, a draw 0.25 ms, one after filters that leave little 0.2 ms (those that leave most of the
+    vocabulary: up to 0.7 ms), and log-probabilities 0.15 ms more.
     """
     return [_sampled(scores, row) for scores, row in zip(logits, rows, strict=True)]
 
@@ -132,38 +135,64 @@ def _adjust(logits: FloatArray, row: SamplerRow) -> None:
 
 def _draw(logits: FloatArray, row: SamplerRow) -> int:
     """Draw from softmax(logits / temperature) over the tokens that top_k, then top_p, then min_p keep."""
-    params = row.params
-    ids = _largest(logits, params.top_k) if params.top_k is not None else np.arange(len(logits))
-    scores = logits[ids].astype(np.float64) if len(ids) < len(logits) else logits.astype(np.float64)
-    with np.errstate(over="ignore"):  # at tiny temperatures all but the best go to -inf, as they should
-        scores -= scores.max()
-        scores /= params.temperature
+    params, ids = row.params, None
+    if params.top_k is not None and params.top_k < len(logits):
+        ids = _largest(logits, params.top_k)
+        logits = logits[ids]
     if params.top_p < 1 or params.min_p > 0:
-        weights = np.exp(scores)
-        kept = np.flatnonzero(weights >= params.min_p)  # of the largest, which is 1
-        if params.top_p < 1:
-            kept = np.intersect1d(kept, _nucleus(weights / weights.sum(), params.top_p), assume_unique=True)
-        ids, scores = ids[kept], scores[kept]
-    return int(ids[gumbel_argmax(scores, row.seed, row.path, row.position, ids)])
+        return _draw_from_top(logits, ids, row)
+    at = gumbel_argmax(logits, params.temperature, row.seed, row.path, row.position, ids)
+    return at if ids is None else int(ids[at])
+
+
+def _draw_from_top(logits: FloatArray, ids: IntArray | None, row: SamplerRow) -> int:
+    """The id drawn from those of `ids` (0..n where None) that top_p (Holtzman et al., 2020) and then min_p keep.
+
+    Nothing is sorted. What they keep outranks the rest, so an id drawn from more than that is, if they keep it, the
+    one drawn from the kept alone. If not, the draw is repeated, with the same noise, among those that outrank it. In
+    the mean that takes at most 1 - log(top_p) draws, from ever fewer ids.
+    """
+    params, everything, peak = row.params, logits, logits.max()
+    # Float32 says what is far from a boundary. What is near one, or divided by something extreme, needs float64.
+    rough = np.float32 if 1e-6 < params.temperature < 1e6 else np.float64
+    weights = _weights(logits, peak, params.temperature, rough)
+    total = float(weights.sum())
+    floor = max(params.min_p, (1 - params.top_p) * total / len(logits))  # all below hold less than 1 - top_p together
+    left = np.flatnonzero(weights >= floor * (1 - _MARGIN))
+    narrowed = len(left) < len(logits) // 2  # else it costs more than it saves
+    while True:
+        if narrowed:
+            logits, weights, ids = logits[left], weights[left], left if ids is None else ids[left]
+        at = gumbel_argmax(logits, params.temperature, row.seed, row.path, row.position, ids)
+        ahead = logits > logits[at]
+        ahead[:at] |= logits[:at] == logits[at]
+        before, limit = float((weights * ahead).sum()), params.top_p * total
+        if abs(before - limit) <= _MARGIN * limit:
+            before = float(_weights(logits[ahead], peak, params.temperature, np.float64).sum())
+            limit = params.top_p * float(_weights(everything, peak, params.temperature, np.float64).sum())
+        [weight] = _weights(logits[at : at + 1], peak, params.temperature, np.float64)
+        if before < limit and weight >= params.min_p:
+            return at if ids is None else int(ids[at])
+        left, narrowed = np.flatnonzero(ahead), True
+
+
+def _weights(logits: FloatArray, peak: np.float32, temperature: float, dtype: type[np.floating]) -> npt.NDArray[Any]:
+    """exp((logits - peak) / temperature), computed in `dtype`."""
+    with np.errstate(over="ignore"):  # at tiny temperatures all but the best go to 0, as they should
+        scores = np.subtract(logits, peak, dtype=dtype)
+        scores /= temperature
+    return np.exp(scores, out=scores)
 
 
 def _largest(values: FloatArray, count: int) -> IntArray:
-    """Indices of the `count` largest values, ascending; of equal values the first ones."""
+    """Indices of the `count` largest values, ascending; of equal values the first ones. 0.1 ms for 50,000."""
     if count >= len(values):
         return np.arange(len(values))
     threshold = np.partition(values, -count)[-count] if count else np.inf
-    above = np.flatnonzero(values > threshold)
-    equal = np.flatnonzero(values == threshold)[: count - len(above)]
-    return np.sort(np.concatenate([above, equal]))
-
-
-def _nucleus(probs: npt.NDArray[np.float64], top_p: float) -> IntArray:
-    """Indices of the most probable tokens that hold `top_p` together (Holtzman et al., 2020); at least one."""
-    # All tokens below this hold less than 1 - top_p together, so they are outside: few are left to sort.
-    candidates = np.flatnonzero(probs >= (1 - top_p) / len(probs))
-    order = candidates[np.argsort(-probs[candidates], kind="stable")]
-    before = np.cumsum(probs[order]) - probs[order]
-    return order[before < top_p]
+    chosen = values > threshold
+    equal = np.flatnonzero(values == threshold)
+    chosen[equal[: count - np.count_nonzero(chosen)]] = True
+    return np.flatnonzero(chosen)
 
 
 def _with_logprobs(token_id: int, logits: torch.Tensor, count: int | None) -> Sampled:

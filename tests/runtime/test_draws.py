@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from radixrt.runtime.draws import _gumbel, _key, gumbel_argmax, gumbel_noise
+from radixrt.runtime.draws import _FEW, _PIECE, _RARE, _RARE_BITS, _gumbel, _key, gumbel_argmax, gumbel_noise
 
 
 def noise(
@@ -101,18 +101,35 @@ def test_the_extreme_words_give_finite_noise(word: int) -> None:
 
 @given(
     st.integers(0, 2**32),
-    st.sampled_from([2, 1_000, 1_025, 5_000, 50_000]),
-    st.sampled_from([1e-3, 0.1, 1.0, 5.0, 30.0, 1e300]),
-    st.booleans(),
+    st.sampled_from([1, 2, _FEW, _FEW + 1, 5_000, _PIECE, _PIECE + 1, 50_000]),
+    st.sampled_from([0.0, 1e-3, 0.1, 1.0, 5.0, 30.0, 1e30]),
+    st.sampled_from([5e-324, 1e-30, 0.01, 0.8, 1.0, 100.0, 1e308]),
+    st.sets(st.sampled_from(["tied", "masked", "some ids"])),
 )
-@settings(max_examples=200)
-def test_the_largest_sum_is_found_without_all_of_the_noise(seed: int, count: int, spread: float, tied: bool) -> None:  # noqa: FBT001
-    """Flat and steep scores, scores at -inf, and scores that are equal."""
-    scores = np.random.default_rng(seed).standard_normal(count) * spread
-    if tied:
-        scores = np.round(scores)
-    scores -= scores.max()
-    scores[1::7] = -np.inf if scores[1::7].max() < 0 else scores[1::7]
-    ids = np.arange(count) * 3
+@settings(max_examples=300, deadline=None)
+def test_the_largest_sum_is_found_without_all_of_the_noise(
+    seed: int, count: int, spread: float, temperature: float, kinds: set[str]
+) -> None:
+    """Flat and steep logits, some at -inf, some equal; all ids, or some, in any order."""
+    generator = np.random.default_rng(seed)
+    logits = (generator.standard_normal(count) * spread).astype(np.float32)
+    if "tied" in kinds:
+        logits = np.round(logits)
+    if "masked" in kinds:
+        logits[1::7] = -np.inf
+    ids = generator.permutation(count) * 3 if "some ids" in kinds else np.arange(count)
+    with np.errstate(over="ignore"):
+        scores = (logits.astype(np.float64) - float(logits.max())) / temperature
     expected = int(np.argmax(scores + gumbel_noise((seed,), (0,), 4, ids)))
-    assert gumbel_argmax(scores, (seed,), (0,), 4, ids) == expected
+    before = logits.copy()
+    with np.errstate(all="raise", under="ignore"):
+        found = gumbel_argmax(logits, temperature, (seed,), (0,), 4, ids if "some ids" in kinds else None)
+    assert found == expected
+    np.testing.assert_array_equal(logits, before)
+
+
+def test_a_word_that_is_not_rare_gives_little_noise() -> None:
+    """The bound behind it: below the first rare word, at most 7 log 2; from it on, at least nearly so."""
+    below, first = _gumbel(np.array([_RARE - np.uint64(1), _RARE]))
+    assert below < _RARE_BITS * math.log(2)
+    assert first == pytest.approx(_RARE_BITS * math.log(2), abs=0.01)

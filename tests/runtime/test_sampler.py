@@ -22,7 +22,7 @@ from transformers import (
 
 from radixrt.runtime.draws import gumbel_noise
 from radixrt.runtime.params import SamplingParams
-from radixrt.runtime.sampler import History, Sampled, SamplerRow, sample
+from radixrt.runtime.sampler import History, Sampled, SamplerRow, _largest, sample
 
 VOCAB = 24
 EOS = frozenset({2})
@@ -77,7 +77,7 @@ def reference(logits: list[float], row: SamplerRow, prompt: Sequence[int], outpu
         mass += weights[token_id]
     kept = [token_id for token_id in kept if weights[token_id] >= params.min_p]
     noise = gumbel_noise(row.seed, row.path, row.position, np.arange(len(logits)))
-    return max(sorted(kept), key=lambda i: scores[i] / params.temperature + noise[i])
+    return max(sorted(kept), key=lambda i: (scores[i] - scores[ranked[0]]) / params.temperature + noise[i])
 
 
 TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)
@@ -129,12 +129,84 @@ def test_log_probabilities_have_the_same_bits_in_any_batch(num_rows: int) -> Non
     assert sample(logits, rows) == [sample(logits[i : i + 1], [rows[i]])[0] for i in range(num_rows)]
 
 
+# -- whole vocabularies ---------------------------------------------------------------------------------------------
+
+LARGE = 17_000  # more than one piece of words
+NORMAL = np.random.default_rng(0).standard_normal(LARGE).astype(np.float32)
+SHAPES = {
+    "flat": np.zeros(LARGE, dtype=np.float32),
+    "wide": NORMAL,
+    "narrow": 4 * NORMAL,
+    "peaked": np.where(np.arange(LARGE) == 16_999, 30, NORMAL).astype(np.float32),
+    "tied": np.round(2 * NORMAL),
+    "masked": np.where(np.arange(LARGE) % 1_000 < 990, -np.inf, NORMAL).astype(np.float32),
+}
+FILTERS: list[dict[str, Any]] = [
+    *({}, {"temperature": 1e-300}, {"temperature": 1e-7}, {"temperature": 0.3}, {"temperature": 1e7}),
+    *({"top_p": 1e-9}, {"top_p": 0.01}, {"top_p": 0.5}, {"top_p": 0.95}, {"top_p": 1 - 1e-6}, {"top_p": 1 - 1e-16}),
+    *({"top_k": 1}, {"top_k": 700}, {"top_k": LARGE - 1}, {"top_k": LARGE}, {"min_p": 1e-300}, {"min_p": 0.2}),
+    *({"min_p": 1.0}, {"top_k": 9_000, "top_p": 0.6, "min_p": 0.3}, {"top_p": 0.5, "temperature": 1e308}),
+    {"top_p": 0.7, "min_p": 0.01, "temperature": 1e-9},
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_plain_reference_over_a_whole_vocabulary(shape: str, filters: dict[str, Any]) -> None:
+    logits = SHAPES[shape]
+    for position in range(2):
+        row = make_row(SamplingParams(**filters), position=position)
+        [sampled] = sample([torch.from_numpy(logits)], [row])
+        assert sampled.token_id == reference(logits.tolist(), row, [], [])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("top_p", [1e-9, 0.1, 0.5, 0.9])
+def test_draws_do_not_leave_the_nucleus(shape: str, top_p: float) -> None:
+    logits = SHAPES[shape]
+    probs = np.exp(logits.astype(np.float64) - float(logits.max()))
+    order = np.argsort(-logits, kind="stable")
+    before = np.cumsum(probs[order]) - probs[order]
+    nucleus = set(order[before < top_p * probs.sum()].tolist())
+    rows = [make_row(SamplingParams(top_p=top_p), position=position) for position in range(100)]
+    drawn = {token.token_id for token in sample([torch.from_numpy(logits)] * len(rows), rows)}
+    assert drawn <= nucleus
+
+
+@pytest.mark.parametrize("second", [-0.1, -0.4, -0.7, -1.0])
+@pytest.mark.parametrize("off", [-1e-9, 1e-9])
+def test_a_nucleus_ends_where_float64_says(second: float, off: float) -> None:
+    """It is id 5 alone up to exactly its share, to which the unlikely ids count as well."""
+    logits = np.full(LARGE, -15, dtype=np.float32)
+    logits[[5, 9]] = 0, second
+    share = 1 / float(np.exp(logits.astype(np.float64)).sum())
+    assert kept_by(SamplingParams(top_p=share + off), logits, 60) == ({5} if off < 0 else {5, 9})
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_threads_change_nothing(num_threads: int) -> None:
+    rows = [make_row(SamplingParams(logprobs=5, **filters)) for filters in FILTERS]
+    logits = [torch.from_numpy(SHAPES["narrow"])] * len(rows)
+    expected, default = sample(logits, rows), torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        assert sample(logits, rows) == expected
+    finally:
+        torch.set_num_threads(default)
+
+
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=30), st.integers(0, 32))
+def test_the_largest_are_a_sort_s_first(values: list[int], count: int) -> None:
+    order = np.argsort(-np.array(values), kind="stable")
+    assert _largest(np.array(values, dtype=np.float32), count).tolist() == sorted(order[:count].tolist())
+
+
 # -- transformers ---------------------------------------------------------------------------------------------------
 
 
-def kept_by(params: SamplingParams, logits: np.ndarray[Any, Any]) -> set[int]:
+def kept_by(params: SamplingParams, logits: np.ndarray[Any, Any], draws: int = 1_000) -> set[int]:
     """The ids that are ever drawn. Near-equal probabilities let 1,000 draws find all of a few."""
-    return {choose(logits, params, position=position) for position in range(1_000)}
+    return {choose(logits, params, position=position) for position in range(draws)}
 
 
 @pytest.mark.parametrize("seed", range(3))
