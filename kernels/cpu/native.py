@@ -10,6 +10,7 @@ import hashlib
 import math
 import os
 import platform
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ _FLAGS = (
 )
 _PAIRS = {torch.float32: 1, torch.bfloat16: 2}  # how many neighbours the cache keeps side by side
 _PAGE_SIZES = (8, 16, 32, 64, 128)
+_DIGEST_LEN = hashlib.sha256().digest_size
 _NO_WINDOW = np.iinfo(np.int64).max
 
 
@@ -48,30 +50,44 @@ def build() -> Build:
     """Compile the kernel for this machine, or load it from `$RADIXRT_CACHE/native` where an earlier process has.
 
     The compiler is `$CXX`, or c++. Takes about 6 s the first time. Two processes may build side by side: each renames
-    its own complete file into place, so a build that was cut off leaves nothing that is ever loaded.
+    its own complete file into place. A file ends with its digest, so one that was cut off is built again.
     """
     compiler = os.environ.get("CXX") or "c++"
     try:
-        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+        command = shlex.split(compiler)
+        version = subprocess.run([*command, "--version"], capture_output=True, check=True).stdout
         sources = [_MAIN, *sorted((_SOURCES / "native").glob("*.h"))]
         flags = (*_FLAGS, *_bfloat16_flags(cpu := _cpu()))
-        key = hashlib.sha256("\0".join([version, cpu, *flags, *(path.read_text() for path in sources)]).encode())
-        folder = Path(os.environ.get("RADIXRT_CACHE") or "~/.cache/radixrt").expanduser() / "native"
+        key = hashlib.sha256(version + "\0".join([cpu, *flags, *(path.read_text() for path in sources)]).encode())
+        folder = Path(os.path.expanduser(os.environ.get("RADIXRT_CACHE") or "~/.cache/radixrt")) / "native"
         target = folder / f"{key.hexdigest()[:24]}.so"
-        if not target.exists():
+        if not _is_whole(target):
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 built = Path(scratch) / target.name
-                command = [compiler, *flags, str(_MAIN), "-o", str(built)]
-                subprocess.run(command, capture_output=True, text=True, check=True)
+                command += [*flags, str(_MAIN), "-o", str(built)]
+                subprocess.run(command, capture_output=True, text=True, errors="replace", check=True)
+                with built.open("r+b") as file:
+                    digest = hashlib.sha256(file.read()).digest()
+                    file.write(digest)  # a loader does not look behind the last section
+                    file.flush()
+                    os.fsync(file.fileno())
                 built.replace(target)
         return Build(_declare(ctypes.CDLL(str(target))), str(target))
     except subprocess.CalledProcessError as error:
-        said = [line for line in error.stderr.splitlines() if line.strip()] or [f"exit status {error.returncode}"]
+        said = [line for line in str(error.stderr).splitlines() if line.strip()] or [f"exit status {error.returncode}"]
         first = next((line for line in said if "error" in line), said[0])
         return Build(None, f"{compiler} cannot compile it: {first.strip()}")
-    except OSError as error:  # no compiler, no writable cache, a library that does not load
+    except (OSError, ValueError, AttributeError) as error:  # no compiler, no writable cache, no library of ours
         return Build(None, f"it cannot be built with {compiler}: {error}")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library is there and ends with the digest of the rest."""
+    if not path.exists():
+        return False
+    content = path.read_bytes()
+    return hashlib.sha256(content[:-_DIGEST_LEN]).digest() == content[-_DIGEST_LEN:]
 
 
 def unserved(dtype: torch.dtype, page_size: int, shape: LayerShape) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from random import Random
@@ -488,3 +488,30 @@ def test_a_compile_error_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tm
     assert "abacus" in built.reason
     assert "\n" not in built.reason
     assert not list((tmp_path / "native").glob("*.so"))
+
+
+@pytest.mark.usefixtures("backend", "_own_cache")
+@pytest.mark.parametrize("length", [0, 100, 4_096, -100])
+def test_a_library_that_was_cut_off_is_built_again(
+    length: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """To load it would end the process."""
+    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-O0"))
+    monkeypatch.setenv("CXX", "c++ -DUNUSED=1")
+    assert native.build.__wrapped__().library is not None
+    [path] = (tmp_path / "native").glob("*.so")
+    whole = path.read_bytes()
+    path.unlink()  # this process has it mapped
+    path.write_bytes(whole[:length])
+    assert native.build.__wrapped__().library is not None
+    assert len(path.read_bytes()) == len(whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_of_any_size_give_finite_rows(backend: NativeAttention, dtype: torch.dtype) -> None:
+    """Far beyond 2^31, where a score times log2(e) rounds by more than an exponent can hold."""
+    step = make(ragged(16), dtype=dtype)
+    q = step.q
+    for size in (1e3, 1e6, 1e12):
+        loud = replace(step, q=q * size)
+        assert loud.run(backend, loud.plan()).isfinite().all()

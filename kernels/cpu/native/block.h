@@ -213,16 +213,18 @@ void soften(const Tile<Format>& tile, const Block& block, Partials out) {
         const auto larger = [](auto a, auto b) { return a > b ? a : b; };
         f32x16 most = splat(-INFINITY);
         for (int i = begin(r); i < end(r); i += LANES) most = larger(load<f32x16>(scores + i), most);
-        out[r].max = across(most, larger) * scale;
+        out[r].sum = across(most, larger);  // until the next loop
+        out[r].max = out[r].sum * scale;
     }
     for (int r = block.first; r < block.first + block.rows; ++r) {
         if (tile.low[r] >= tile.high[r]) continue;
         const float* scores = tile.scores + int64_t{r} * GROUP;
         auto* weights = tile.weights(r);
-        const f32x16 max = splat(out[r].max);
+        const f32x16 largest = splat(out[r].sum);
         f32x16 sum = {};
         for (int i = begin(r); i < end(r); i += LANES) {
-            const f32x16 weight = exp2(fma(load<f32x16>(scores + i), splat(scale), -max));
+            // Subtracted first: rounding score * scale alone would pass 2^127 for scores from 2^31 on.
+            const f32x16 weight = exp2((load<f32x16>(scores + i) - largest) * scale);
             sum += weight;
             Format::to_weights(weights + i, weight);
         }
