@@ -113,12 +113,15 @@ def verify(
         assert tokenizer is not None, "models that are loaded come with their tokenizer"
         ids = [tokenizer.encode(prompt) for prompt in prompts] if prompts else few_shot_prompts(tokenizer)[:4]
         job = Job(model=engine.model, tokenizer=tokenizer, prompts=ids, max_tokens=max_tokens, page_size=page_size)
-        verdicts = []
+        tried = []
         for verdict in ways(job):
-            verdicts.append(verdict)
-            typer.echo(f"{'same  ' if verdict.difference is None else 'OTHER '} {verdict.name}")
-        different = [verdict for verdict in verdicts if verdict.difference is not None]
-        typer.echo(f"identical: {len(verdicts) - len(different)} of {len(verdicts)} ways")
+            if verdict.tried:
+                tried.append(verdict)
+                typer.echo(f"{'same  ' if verdict.difference is None else 'OTHER '} {verdict.name}")
+            else:
+                typer.echo(f"-      {verdict.name}: not tried, longer answers would need it")
+        different = [verdict for verdict in tried if verdict.difference is not None]
+        typer.echo(f"identical: {len(tried) - len(different)} of {len(tried)} ways")
         if different:
             typer.echo(f"first difference: {different[0].name}: {different[0].difference}")
             raise typer.Exit(1)

@@ -109,8 +109,10 @@ def build_plan(
     found = _Nodes([], [], [])
     done = [0] * len(tables)  # pages of each segment that nodes cover
 
-    def share(members: Iterable[int], depth: int) -> None:
-        """Nodes for what several members share from page `depth` on; they agree on `[0, depth)`."""
+    # What several members share from page `depth` on; they agree on `[0, depth)`.
+    agreeing: list[tuple[Iterable[int], int]] = [(segments, 0)]
+    while agreeing:
+        members, depth = agreeing.pop()
         branches: dict[int, list[int]] = {}
         for i in members:
             if shareable[i] > depth:
@@ -124,14 +126,11 @@ def build_plan(
             agreed = depth + (int(differs.argmax()) if differs.any() else limit - depth)
             start, stop = done[branch[0]], agreed - agreed % align
             if stop > start and (len(branch) - 1) * (stop - start) * page_size >= sharing_cost:
-                found.add(
-                    start * page_size, tables[branch[0]][start:stop], np.concatenate([readers[i] for i in branch])
-                )
+                shared = tables[branch[0]][start:stop]
+                found.add(start * page_size, shared, np.concatenate([readers[i] for i in branch]))
                 for i in branch:
                     done[i] = stop
-            share(branch, agreed)
-
-    share(segments, 0)
+            agreeing.append((branch, agreed))
     for i in segments:
         if done[i] < len(tables[i]):
             found.add(done[i] * page_size, tables[i][done[i] :], readers[i])

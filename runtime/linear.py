@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+_VOCABULARY = 32_768  # outputs: so many products of 16 bits show in which order they were summed
 _HEAD = 16  # a weight with more outputs than this times its inputs is a vocabulary: it sees few rows at a time,
 _HEAD_ROWS = 64  # and probing it with more would take most of a second
 _TILE = 16
@@ -116,7 +117,8 @@ class Workshop:
         operand = torch.ops.mkldnn._reorder_linear_weight(weight) if packs and not shared else weight
         key = (*weight.shape, weight.dtype, bias is not None, shared)
         if key not in self.found:
-            find = self._find if shared else self._find_in_noise
+            shows = weight.itemsize > 2 or weight.shape[0] >= _VOCABULARY
+            find = self._find if shows else self._find_in_noise
             self.found[key] = find(operand, weight, bias) if self.exact else Found(Recipe(onednn=packs), None)
         recipe = self.found[key].recipe
         if not recipe.onednn:
@@ -135,7 +137,7 @@ class Workshop:
         """`_find` with another weight of this shape: each product sums terms to zero that cancel in pairs.
 
         What is left is rounding, which shows in which order the terms were summed. Of a common product 16 bits keep
-        too little of that: one in 10,000 shows it. A shared weight is a vocabulary, which has that many.
+        too little of that: one in 10,000 shows it.
         """
         generator = torch.Generator().manual_seed(0)
         order = torch.randperm(weight.shape[1], generator=generator)
@@ -181,11 +183,11 @@ def _flaw(
     distinct: torch.Tensor,  # [_TEST_ROWS, K]
     nums_rows: Sequence[int],
 ) -> str | None:
-    """On what the bits of a row depend, among these numbers of rows and 1 or all threads; None if on nothing."""
+    """On what the bits of a row depend, among these numbers of rows on 1, 2 or all threads; None if on nothing."""
     x = distinct.repeat(max(nums_rows) // _TEST_ROWS + 1, 1)
     multiply = _multiplier(recipe.onednn)
     seen = []
-    for num_threads in {1, torch.get_num_threads()}:
+    for num_threads in sorted({1, 2, torch.get_num_threads()}):
         with threads(num_threads):
             alone = torch.cat([run_tiled(multiply, row[None], operand, bias, recipe) for row in distinct])
             for num_rows in nums_rows:

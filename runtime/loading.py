@@ -72,7 +72,9 @@ def load_model(
     _check_weights(name, type(hf_model).__name__, report)
     if resolved_dtype == torch.float64:
         hf_model.set_experts_implementation("eager")  # the default for mixtures of experts has no float64
-    model = TransformerModel(hf_model.to(resolved_device), name=str(name), exact=exact, cpu_kernel=cpu_kernel)
+    model = TransformerModel(
+        hf_model.to(resolved_device), name=str(name), exact=exact, cpu_kernel=cpu_kernel, owned=True
+    )
     unused = sorted(report["unexpected_keys"])
     if unused:
         model.notes += (f"{len(unused)} tensors of its files are no weights of the model and unused: {_some(unused)}",)

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -73,8 +74,11 @@ class Slimmed:
         return f"lean for {lean}" + "".join(f"; {name} as loaded: {why}" for name, why in self.kept.items())
 
 
-def slim(hf_model: Any, *, exact: bool, max_rows: int) -> Slimmed:
+def slim(hf_model: Any, *, exact: bool, max_rows: int, owned: bool = False) -> Slimmed:
     """Replace modules of `hf_model` in place and free the originals, one by one; the model's results stay the same.
+
+    Only modules that are nothing but what their class says are replaced: no adapter in the place of a layer, no hook.
+    `owned`: nobody else holds the model's tensors, so memory of replaced weights is given back at once, mapped or not.
 
     Every linear layer is packed for oneDNN; with `exact`, its rows and those of activations and rotary angles get the
     same bits whatever stands beside them, on any number of threads. Products take `max_rows` rows at a time.
@@ -84,10 +88,11 @@ def slim(hf_model: Any, *, exact: bool, max_rows: int) -> Slimmed:
     weight_bytes = sum(parameter.numel() * parameter.itemsize for parameter in parameters)
     del parameters
     hf_model.requires_grad_(False)  # noqa: FBT003
-    slimming = _Slimming(Workshop(exact=exact, max_rows=max_rows), _shared(hf_model), _Memory())
+    slimming = _Slimming(Workshop(exact=exact, max_rows=max_rows), _shared(hf_model), _Memory() if owned else None)
     with torch.no_grad():
         slimming.children_of(hf_model)
-        slimming.memory.trim(from_bytes=0)
+        if slimming.memory is not None:
+            slimming.memory.trim(from_bytes=0)
         if exact:
             _move_softcap(hf_model)
     flaws = slimming.shop.flaws() + _own_products(hf_model) if exact else []
@@ -104,7 +109,7 @@ def slim(hf_model: Any, *, exact: bool, max_rows: int) -> Slimmed:
 class _Slimming:
     shop: Workshop
     shared: frozenset[int]  # ids of parameters that several modules hold
-    memory: _Memory
+    memory: _Memory | None
     replaced: Counter[str] = field(default_factory=Counter)
     kept: dict[str, str] = field(default_factory=dict)
 
@@ -114,21 +119,26 @@ class _Slimming:
             lean = self._lean(child)
             if lean is None:
                 self.children_of(child)
-                if _kind(child) in _LAYERS and isinstance(child.self_attn, Attention):
+                if _kind(child) in _LAYERS and isinstance(child.self_attn, Attention) and _is_plain(child):
                     child.forward = straight(child)  # the layer itself stays: the library collects its outputs by class
-                self.memory.trim(from_bytes=_TRIM)
+                if self.memory is not None:
+                    self.memory.trim(from_bytes=_TRIM)
                 continue
             kept = {parameter.data_ptr() for parameter in lean.parameters()} | operands(lean)
             parent._modules[name] = lean
             self.replaced[type(child).__name__] += 1
             for parameter in child.parameters():
-                if id(parameter) not in self.shared and parameter.data_ptr() not in kept:
+                if self.memory and id(parameter) not in self.shared and parameter.data_ptr() not in kept:
                     self.memory.let_go(parameter)
 
     def _lean(self, module: Any) -> nn.Module | None:
         """What takes the place of `module`, or None if it stays and its parts may be replaced."""
         kind = _kind(module)
-        if kind in _RECOGNISED and self.shared.isdisjoint(map(id, module.parameters())):
+        if not all(map(_is_plain, module.modules())):
+            return None
+        projections = [child for name, child in module.named_children() if name.endswith("_proj")]
+        recognised = kind in _RECOGNISED and all(type(child) is nn.Linear for child in projections)
+        if recognised and self.shared.isdisjoint(map(id, module.parameters())):
             lean = _agreeing(module, _RECOGNISED[kind], self)
             if lean is not None:
                 return lean
@@ -142,6 +152,13 @@ class _Slimming:
         if self.shop.exact and type(module).__module__ in _ELEMENTWISE and not isinstance(module, _NOT_ELEMENTWISE):
             return ByRows(module)
         return None
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it is called as its class says, and is no layer of somebody's own in the place of a linear one."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or getattr(module, "parametrizations", None)
+    own = isinstance(module, nn.Linear) and type(module) is not nn.Linear
+    return not hooks and not own and "forward" not in vars(module)
 
 
 def _kind(module: nn.Module) -> str:
@@ -239,11 +256,11 @@ def _shared(hf_model: nn.Module) -> frozenset[int]:
 
 def _move_softcap(hf_model: Any) -> None:
     """Let the head bound its logits, by rows; the model's own code then leaves them alone."""
-    config, head = vars(hf_model.config), hf_model.get_output_embeddings()
-    cap = config.get("final_logit_softcapping")
+    cap, head = vars(hf_model.config).get("final_logit_softcapping"), hf_model.get_output_embeddings()
     if cap is not None and isinstance(head, Linear):
         hf_model.set_output_embeddings(SoftCapped(head, cap))
-        config["final_logit_softcapping"] = None  # past the setter: some configs refuse None
+        hf_model.config = copy(hf_model.config)  # another model may have the same
+        vars(hf_model.config)["final_logit_softcapping"] = None  # past the setter: some configs refuse None
 
 
 def _own_products(hf_model: nn.Module) -> list[str]:

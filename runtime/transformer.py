@@ -31,12 +31,18 @@ class TransformerModel:
     """
 
     def __init__(
-        self, hf_model: Any, *, name: str = "", exact: bool | None = None, cpu_kernel: str | None = None
+        self,
+        hf_model: Any,
+        *,
+        name: str = "",
+        exact: bool | None = None,
+        cpu_kernel: str | None = None,
+        owned: bool = False,
     ) -> None:
         """`name` is what it was loaded by; a record rebuilds the model from that.
 
         `exact`: give the same bits whatever else a step holds, however it is cut and whatever was cached; None: where
-        the model and the machine allow it. `cpu_kernel`: as `choose_backend` takes it.
+        the model and the machine allow it. `cpu_kernel`: as `choose_backend` takes it. `owned`: as `slim` takes it.
         """
         self.name = name or type(hf_model).__name__
         self.dtype: torch.dtype = next(hf_model.parameters()).dtype
@@ -49,7 +55,7 @@ class TransformerModel:
         wanted = on_cpu and exact is not False
         self._num_parameters = sum(parameter.numel() for parameter in hf_model.parameters())
         untouched = run_untouched(hf_model)
-        self._slimmed = slim(hf_model, exact=wanted, max_rows=_MAX_ROWS) if on_cpu else None
+        self._slimmed = slim(hf_model, exact=wanted, max_rows=_MAX_ROWS, owned=owned) if on_cpu else None
         probed = probe(hf_model, untouched, probe_backend(self.device), exact=wanted)
         self._inexact = self._flaw(probed.inexact)
         if wanted and self._inexact is not None:

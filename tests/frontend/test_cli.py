@@ -255,3 +255,10 @@ def test_verify_says_where_they_first_differ(engines: list[Engine], monkeypatch:
     assert result.exit_code == 1
     assert "first difference: " in result.stdout
     assert "prompt 2, token 1: the same id, logprobs differ by up to" in result.stdout
+
+
+def test_verify_says_what_short_answers_do_not_try(engines: list[Engine]) -> None:
+    result = run("verify", "Hi", "--max-tokens", "1")
+    assert result.exit_code == 0, result.output
+    assert "-      preempted: not tried" in result.stdout
+    assert result.stdout.splitlines()[-1] == "identical: 11 of 11 ways"

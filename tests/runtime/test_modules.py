@@ -249,7 +249,7 @@ with quiet_transformers():
 before, _ = memory()  # the file is mapped, its pages not touched
 with torch.inference_mode():
     hf_model(input_ids=torch.arange(24)[None], use_cache=False)
-summary = slim(hf_model.eval(), exact=True, max_rows=512)
+summary = slim(hf_model.eval(), exact=True, max_rows=512, owned=True)
 after, peak = memory()
 print(json.dumps([summary.weight_bytes, after - before, peak - before]))
 """
@@ -337,3 +337,51 @@ def test_plain_activations_differ() -> None:
     functions = [ACT2FN[name] for name in ("silu", "gelu_pytorch_tanh", "sigmoid")]
     if not any(differing(partial(applied, function, x)) for function in functions):
         pytest.skip("on this machine torch's scalar and vector code agree to the bit")
+
+
+class Scaled(nn.Linear):
+    """What an adapter looks like: a linear layer that computes something more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 1.05
+
+
+def adapted(kind: str) -> Any:
+    """A model one of whose projections is somebody's own."""
+    model = tiny.build(tiny.wide("llama"), dtype=torch.bfloat16)
+    mlp = model.model.layers[1].mlp
+    if kind == "subclass":
+        own = Scaled(mlp.down_proj.in_features, mlp.down_proj.out_features, bias=False).to(torch.bfloat16)
+        own.load_state_dict(mlp.down_proj.state_dict())
+        mlp.down_proj = own
+    elif kind == "hook":
+        mlp.down_proj.register_forward_hook(lambda _module, _given, output: output * 1.05)
+    else:
+        forward = mlp.forward
+        mlp.forward = lambda x: forward(x) * 1.05
+    return model
+
+
+@pytest.mark.parametrize("kind", ["subclass", "hook", "forward"])
+def test_what_somebody_added_to_a_module_stays(kind: str) -> None:
+    """A small change, which a comparison in bfloat16 would let pass."""
+    model, token_ids = adapted(kind), torch.arange(20)[None]
+    with torch.no_grad():
+        expected = model(input_ids=token_ids, use_cache=False).logits
+        plain = tiny.build(tiny.wide("llama"), dtype=torch.bfloat16)(input_ids=token_ids, use_cache=False).logits
+    mlp = model.model.layers[1].mlp
+    slim(model, exact=True, max_rows=64)
+    assert model.model.layers[1].mlp is mlp
+    with torch.no_grad():
+        x = torch.randn(1, 5, mlp.gate_proj.in_features, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+        assert torch.allclose(mlp(x), adapted(kind).model.layers[1].mlp(x), rtol=0.05, atol=0.05)
+    assert not torch.equal(expected, plain)
+
+
+def test_a_config_that_two_models_share_stays_as_it_is() -> None:
+    config = tiny.SERVED["gemma2"]()
+    first, second = (tiny.build(config, dtype=torch.float32) for _ in range(2))
+    second.config = first.config
+    slim(first, exact=True, max_rows=64)
+    assert first.config.final_logit_softcapping is None
+    assert second.config.final_logit_softcapping == 3.0
