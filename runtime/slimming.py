@@ -156,9 +156,12 @@ class _Slimming:
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether it is called as its class says, and is no layer of somebody's own in the place of a linear one."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or getattr(module, "parametrizations", None)
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    hooked = any(
+        not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks
+    )  # its own collect outputs
     own = isinstance(module, nn.Linear) and type(module) is not nn.Linear
-    return not hooks and not own and "forward" not in vars(module)
+    return not hooked and not own and not hasattr(module, "parametrizations") and "forward" not in vars(module)
 
 
 def _kind(module: nn.Module) -> str:

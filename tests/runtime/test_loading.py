@@ -193,7 +193,7 @@ def test_every_architecture_survives_its_round_trip(copy: Path, name: str, *, ti
     config = tiny.SERVED[name]()
     config.tie_word_embeddings = tied
     tiny.build(config, dtype=torch.float32).save_pretrained(copy)
-    assert load_model(copy)[0].notes == ()
+    assert load_model(copy, exact=False)[0].notes == ()
 
 
 def test_a_head_stored_beside_the_embedding_that_it_is_tied_to_loads(copy: Path) -> None:

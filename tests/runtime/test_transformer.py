@@ -382,3 +382,24 @@ def test_two_models_share_nothing() -> None:
         for driver, out in zip(drivers, new, strict=True):
             out.append(driver.run({0: out[-1:]})[0])
     assert new == alone
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "mixtral", "qwen2", "qwen3"])
+def test_recognised_modules_are_lean(name: str) -> None:
+    """Also after the probe, for which the library hangs hooks of its own on attentions and layers."""
+    model = TransformerModel(tiny.build(tiny.SERVED[name](), dtype=torch.float32))
+    layers = model._hf.model.layers
+    assert all(type(layer.self_attn).__module__ == "radixrt.runtime.modules" for layer in layers)
+    assert all("forward" in vars(layer) for layer in layers), "the layers call their parts directly"
+    assert (
+        f"{len(layers)} {type(layers[0]).__name__.removesuffix('DecoderLayer')}Attention" in model.describe()["modules"]
+    )
+    assert model.exact
+
+
+def test_a_model_that_is_not_exact_says_so() -> None:
+    model = TransformerModel(tiny.build(tiny.SERVED["llama4"](), dtype=torch.float32))
+    assert not model.exact
+    assert "answers may differ in their last bits with what else runs" in model.notes[0]
+    with pytest.raises(ModelError, match="cannot be served with exact=True: Llama4Router"):
+        TransformerModel(tiny.build(tiny.SERVED["llama4"](), dtype=torch.float32), exact=True)
