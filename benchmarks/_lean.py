@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from radixrt.kernels.backend import AttentionBackend, LayerShape
 from radixrt.runtime.batch import Batch
+from radixrt.runtime.linear import can_pack
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
@@ -85,7 +86,7 @@ def _rope_tables(frequencies: torch.Tensor, length: int, dtype: torch.dtype) -> 
 def _packed(*weights: torch.Tensor) -> Linear:
     """One product with these weights, below each other."""
     weight = torch.cat([weight.detach() for weight in weights])
-    if not _is_packable(weight.dtype):
+    if not can_pack(weight.dtype):
         return lambda x: F.linear(x, weight)
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, reordered, None, "none", [], "")
@@ -93,13 +94,7 @@ def _packed(*weights: torch.Tensor) -> Linear:
 
 def _packed_sum(weight: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """The product plus the second argument."""
-    if not _is_packable(weight.dtype):
+    if not can_pack(weight.dtype):
         return lambda x, other: F.linear(x, weight).add_(other)
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     return lambda x, other: torch.ops.mkldnn._linear_pointwise.binary(x, other, reordered, None, "add")
-
-
-def _is_packable(dtype: torch.dtype) -> bool:
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32 and torch.backends.mkldnn.is_available()

@@ -5,7 +5,7 @@ Knows page tables and positions only: no tensors, no model. Every backend runs a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +51,23 @@ class AttentionPlan:
     def num_nodes(self) -> int:
         return len(self.starts)
 
+    @classmethod
+    def of(
+        cls, nodes: Sequence[tuple[int, IntArray, IntArray]], positions: IntArray, *, page_size: int, exact: bool
+    ) -> AttentionPlan:
+        """The plan of these nodes, each (first position, page ids, row ids)."""
+        starts, pages, rows = zip(*nodes, strict=True) if nodes else ((), (), ())
+        return cls(
+            page_size=page_size,
+            positions=positions,
+            starts=np.array(starts, dtype=np.int64),
+            page_indptr=_indptr(pages),
+            page_ids=_concat(pages),
+            row_indptr=_indptr(rows),
+            row_ids=_concat(rows),
+            exact=exact,
+        )
+
     def nodes(self) -> Iterator[tuple[int, IntArray, IntArray]]:
         """(first position, page ids, row ids) of each node."""
         pages, rows = self.page_indptr.tolist(), self.row_indptr.tolist()
@@ -69,20 +86,6 @@ class AttentionPlan:
             covered[rows] = start + len(pages) * self.page_size
         if (covered <= self.positions).any():
             raise ValueError(f"rows {np.flatnonzero(covered <= self.positions).tolist()} are not read to their end")
-
-
-@dataclass(slots=True)
-class _Nodes:
-    """Nodes as they are found."""
-
-    starts: list[int]
-    pages: list[IntArray]
-    rows: list[IntArray]
-
-    def add(self, start: int, pages: IntArray, rows: IntArray) -> None:
-        self.starts.append(start)
-        self.pages.append(pages)
-        self.rows.append(rows)
 
 
 def build_plan(
@@ -106,7 +109,7 @@ def build_plan(
     readers = [np.arange(rows[i], rows[i + 1]) for i in segments]
     shareable = [(first_rows[i] + (len(readers[i]) == 1)) // page_size for i in segments]  # in pages
     align = (group_len(page_size) if exact else page_size) // page_size
-    found = _Nodes([], [], [])
+    found: list[tuple[int, IntArray, IntArray]] = []
     done = [0] * len(tables)  # pages of each segment that nodes cover
 
     # What several members share from page `depth` on; they agree on `[0, depth)`.
@@ -127,28 +130,19 @@ def build_plan(
             start, stop = done[branch[0]], agreed - agreed % align
             if stop > start and (len(branch) - 1) * (stop - start) * page_size >= sharing_cost:
                 shared = tables[branch[0]][start:stop]
-                found.add(start * page_size, shared, np.concatenate([readers[i] for i in branch]))
+                found.append((start * page_size, shared, np.concatenate([readers[i] for i in branch])))
                 for i in branch:
                     done[i] = stop
             agreeing.append((branch, agreed))
     for i in segments:
         if done[i] < len(tables[i]):
-            found.add(done[i] * page_size, tables[i][done[i] :], readers[i])
-    return AttentionPlan(
-        page_size=page_size,
-        positions=positions,
-        starts=np.array(found.starts, dtype=np.int64),
-        page_indptr=_indptr(found.pages),
-        page_ids=_concat(found.pages),
-        row_indptr=_indptr(found.rows),
-        row_ids=_concat(found.rows),
-        exact=exact,
-    )
+            found.append((done[i] * page_size, tables[i][done[i] :], readers[i]))
+    return AttentionPlan.of(found, positions, page_size=page_size, exact=exact)
 
 
-def _concat(parts: list[IntArray]) -> IntArray:
+def _concat(parts: Sequence[IntArray]) -> IntArray:
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
-def _indptr(parts: list[IntArray]) -> IntArray:
+def _indptr(parts: Sequence[IntArray]) -> IntArray:
     return np.cumsum([0, *map(len, parts)], dtype=np.int64)

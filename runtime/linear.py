@@ -5,14 +5,15 @@ Knows nothing of models: a weight, and what a probe of its shape finds on this m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from .threads import threads
 
 _VOCABULARY = 32_768  # outputs: so many products of 16 bits show in which order they were summed
 _HEAD = 16  # a weight with more outputs than this times its inputs is a vocabulary: it sees few rows at a time,
@@ -196,17 +197,6 @@ def _flaw(
                     return _ROWS
             seen.append(alone)
     return None if all(torch.equal(alone, seen[0]) for alone in seen) else _THREADS
-
-
-@contextmanager
-def threads(num_threads: int) -> Iterator[None]:
-    """torch with this many threads inside, and as many as before after."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def can_pack(dtype: torch.dtype) -> bool:

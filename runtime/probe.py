@@ -20,6 +20,7 @@ from .attention import ATTENTION_NAME, Binding, Call, bind, prepare, run_packed
 from .batch import Batch
 from .errors import ModelError
 from .kv import KVPool
+from .threads import threads
 
 _NUM_TOKENS = 24
 _SPLIT = 11  # tokens of the first of two chunks, so that the second starts inside a page
@@ -114,12 +115,8 @@ def probe(hf_model: Any, untouched: Untouched, backend: AttentionBackend, *, exa
 
 def _inexact(hf_model: Any, binding: Binding, pool: KVPool, token_ids: torch.Tensor, together: Any) -> str | None:
     """Run the second chunk again, its first row alone and on one thread, and say where the bits first differ."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         alone = _chunk(hf_model, binding, pool, token_ids, _SPLIT, _SPLIT + 1, exact=True)
-    finally:
-        torch.set_num_threads(num_threads)
     rest = _chunk(hf_model, binding, pool, token_ids, _SPLIT + 1, _NUM_TOKENS, exact=True)
     states = zip(together.hidden_states or (), alone.output.hidden_states, rest.output.hidden_states, strict=True)
     for index, (whole, *parts) in enumerate(states):

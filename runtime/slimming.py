@@ -157,9 +157,8 @@ class _Slimming:
 def _is_plain(module: nn.Module) -> bool:
     """Whether it is called as its class says, and is no layer of somebody's own in the place of a linear one."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    hooked = any(
-        not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks
-    )  # its own collect outputs
+    # The library's own hooks collect outputs and change nothing.
+    hooked = any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
     own = isinstance(module, nn.Linear) and type(module) is not nn.Linear
     return not hooked and not own and not hasattr(module, "parametrizations") and "forward" not in vars(module)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -18,6 +20,17 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
     if torch.get_num_threads() > 1 and (WAIT_POLICY or "").upper() != "PASSIVE":
         _warn()
+
+
+@contextmanager
+def threads(num_threads: int) -> Iterator[None]:
+    """torch with this many threads inside, and as many as before after."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @cache

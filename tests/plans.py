@@ -24,9 +24,7 @@ def random_plan(
     segment_of = np.repeat(np.arange(len(row_indptr) - 1), np.diff(row_indptr))
     tables = [page_ids[page_indptr[s] : page_indptr[s + 1]] for s in range(len(row_indptr) - 1)]
     num_pages = [int(position) // page_size + 1 for position in positions]
-    starts: list[int] = []
-    pages: list[IntArray] = []
-    rows: list[IntArray] = []
+    nodes: list[tuple[int, IntArray, IntArray]] = []
 
     def cover(members: list[int], depth: int) -> None:
         """Nodes from page `depth` on, where all members stand."""
@@ -47,9 +45,7 @@ def random_plan(
                         add([row], depth, random.choice(_stops([row], depth)))
 
     def add(part: list[int], depth: int, stop: int) -> None:
-        starts.append(depth * page_size)
-        pages.append(tables[segment_of[part[0]]][depth:stop])
-        rows.append(np.array(part))
+        nodes.append((depth * page_size, tables[segment_of[part[0]]][depth:stop], np.array(part)))
         cover(part, stop)
 
     def _stops(part: list[int], depth: int) -> list[int]:
@@ -63,13 +59,4 @@ def random_plan(
         return [stop for stop in stops[1:] if stop % align == 0 or stop == longest]
 
     cover(list(range(len(positions))), 0)
-    return AttentionPlan(
-        page_size=page_size,
-        positions=positions,
-        starts=np.array(starts, dtype=np.int64),
-        page_indptr=np.cumsum([0, *map(len, pages)]),
-        page_ids=np.concatenate([np.empty(0, dtype=np.int64), *pages]),
-        row_indptr=np.cumsum([0, *map(len, rows)]),
-        row_ids=np.concatenate([np.empty(0, dtype=np.int64), *rows]),
-        exact=exact,
-    )
+    return AttentionPlan.of(nodes, positions, page_size=page_size, exact=exact)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -199,14 +199,7 @@ def varied(plan: AttentionPlan, seed: int) -> AttentionPlan:
             for i in range(3):
                 if len(readers := rows[(part == i) & (plan.positions[rows] >= low)]):
                     nodes.append((low, run, readers))
-    result = replace(
-        plan,
-        starts=np.array([start for start, _, _ in nodes]),
-        page_indptr=np.cumsum([0, *(len(pages) for _, pages, _ in nodes)]),
-        page_ids=np.concatenate([pages for _, pages, _ in nodes]),
-        row_indptr=np.cumsum([0, *(len(rows) for _, _, rows in nodes)]),
-        row_ids=np.concatenate([rows for _, _, rows in nodes]),
-    )
+    result = AttentionPlan.of(nodes, plan.positions, page_size=plan.page_size, exact=plan.exact)
     result.check()
     return result
 

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from radixrt.runtime import linear
-from radixrt.runtime.linear import Recipe, Workshop, can_pack, threads
+from radixrt.runtime.linear import Recipe, Workshop, can_pack
+from radixrt.runtime.threads import threads
 
 MOST = 96  # rows at a time
 NUMS_ROWS = (1, 2, 3, 4, 5, 8, 17, 64, MOST, MOST + 1, 2 * MOST + 5)

@@ -136,14 +136,7 @@ def _shuffled(plan: AttentionPlan, random: Random) -> AttentionPlan:
     """The same nodes in another order: partial results may merge in any."""
     nodes = list(plan.nodes())
     random.shuffle(nodes)
-    return replace(
-        plan,
-        starts=np.array([start for start, _, _ in nodes]),
-        page_indptr=np.cumsum([0, *(len(pages) for _, pages, _ in nodes)]),
-        page_ids=np.concatenate([pages for _, pages, _ in nodes]),
-        row_indptr=np.cumsum([0, *(len(rows) for _, _, rows in nodes)]),
-        row_ids=np.concatenate([rows for _, _, rows in nodes]),
-    )
+    return AttentionPlan.of(nodes, plan.positions, page_size=plan.page_size, exact=plan.exact)
 
 
 @pytest.mark.parametrize("starts", [(0, 8), (0, 4, 4), (0, 4, 8, 8), (4,), (0, 8, 4)])

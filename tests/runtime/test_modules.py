@@ -22,9 +22,10 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from radixrt.runtime.errors import ModelError
-from radixrt.runtime.linear import Linear, threads
+from radixrt.runtime.linear import Linear
 from radixrt.runtime.modules import MLP, Attention, Experts, RMSNorm, Rotary, by_rows
 from radixrt.runtime.slimming import Slimmed, slim
+from radixrt.runtime.threads import threads
 
 from . import tiny
 
