@@ -67,9 +67,10 @@ def generate(
             started = perf_counter()
             shown = printable if sys.stdout is not None and sys.stdout.isatty() else str
             for event in engine.stream(ids, params):
-                typer.echo(shown(event.text), nl=False)
                 if isinstance(event, FinishEvent):
                     output = event.output
+                else:
+                    typer.echo(shown(event.text), nl=False)
             typer.echo()
             note(_usage(output, perf_counter() - started))
             if explain:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from radixrt.runtime import Engine, FinishEvent, Handle, Output, SamplingParams, Tokenizer, trie_size
+from radixrt.runtime import Engine, FinishEvent, Handle, Output, SamplingParams, TokenEvent, Tokenizer, trie_size
 
 from .terminal import note, printable
 
@@ -85,7 +85,7 @@ def play(engine: Engine, prompts: Sequence[list[int]], *, sharing: bool) -> Run:
         for event in engine.step():
             if isinstance(event, FinishEvent):
                 outputs[event.handle] = event.output
-            elif event.handle == forked and len(begun) < FORK_AFTER:
+            elif isinstance(event, TokenEvent) and event.handle == forked and len(begun) < FORK_AFTER:
                 begun.append(event.token_id)
                 stem += event.text
         pages_held = max(pages_held, _pages_held(engine))

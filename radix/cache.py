@@ -245,6 +245,27 @@ class RadixCache:
             raise CacheError(f"cannot evict {num_pages} pages")
         return self._evict(num_pages, by)
 
+    def drop(self, tokens: Tokens, keep_len: int, namespace: str = "") -> int:
+        """TEMPORARY."""
+        wanted, freed = as_tokens(tokens), 0
+        first = -(-keep_len // self.page_size)
+        while True:
+            match = self._lookup.match(wanted, namespace)
+            page_ids = match.page_ids.tolist() + ([match.tail_page] if match.tail_page is not None else [])
+            if len(page_ids) <= first or match.length < len(wanted) - 1:
+                return freed
+            node = self.tree.node_of(page_ids[-1])
+            if node is None or node.children is not None or node.rank is None:
+                return freed
+            if int(node.pages.view[-1]) != page_ids[-1]:
+                return freed
+            cut = self.tree.trim(node, len(page_ids) - max(first, len(page_ids) - node.pages.size))
+            self._release(cut.page_ids)
+            freed += len(cut.page_ids)
+            wanted = wanted[
+                : match.length - match.tail_len - (len(cut.page_ids) - (match.tail_len > 0)) * self.page_size
+            ]
+
     def reset(self) -> None:
         """Forget everything cached. Raises `LiveTables` while tables, pins or copies live."""
         if self.tables or self.pins or self.copies:

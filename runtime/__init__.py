@@ -10,6 +10,7 @@ from .loading import load_model
 from .model import Forward, Model
 from .outputs import (
     Choice,
+    ChoiceEvent,
     Event,
     FinishEvent,
     FinishReason,
@@ -21,11 +22,15 @@ from .outputs import (
     Usage,
 )
 from .params import SamplingParams
+from .pins import PinnedPrefix
 from .record import Replay, replay
+from .request import CacheUse
 from .tokenizer import Tokenizer
 
 __all__ = [
+    "CacheUse",
     "Choice",
+    "ChoiceEvent",
     "Counters",
     "Engine",
     "EngineConfig",
@@ -40,6 +45,7 @@ __all__ = [
     "Model",
     "ModelError",
     "Output",
+    "PinnedPrefix",
     "RadixrtError",
     "Replay",
     "SamplingParams",

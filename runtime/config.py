@@ -13,6 +13,16 @@ from .errors import InvalidRequest
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _MAX = 2**31 - 1
+_LEAST = {
+    "page_size": 1,
+    "token_budget": 1,
+    "max_running": 1,
+    "max_bypass": 0,
+    "admission_window": 1,
+    "keep_finished": 0,
+    "finished_ttl": 0,
+    "seed": -_MAX,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +32,11 @@ class EngineConfig:
     `token_budget` bounds the rows one step computes (rows shared by several requests count once); `prefill_chunk`
     bounds the prompt rows one request adds to a step (None: the budget alone); `max_running` bounds the requests that
     are started (forks of running ones hold pages beyond it). `max_bypass`: so many later requests may be started before
-    an earlier one, then it goes first. `kv_memory` (bytes or "512MiB") or `num_pages` sizes the pool. `poison` ruins
-    freed pages and page tails, so that a stale read cannot go unseen; for tests. `record` takes the run's record: a
-    file, or a function called per line.
+    an earlier one, then it goes first. Of those that wait, the `admission_window` oldest are compared in each step.
+    `kv_memory` (bytes or "512MiB") or `num_pages` sizes the pool, of which pins may hold the share `pin_budget`.
+    The last `keep_finished` requests that ended within `finished_ttl` steps can be forked. `poison` ruins freed pages
+    and page tails, so that a stale read cannot go unseen; for tests. `record` takes the run's record: a file, or a
+    function called per line.
     """
 
     page_size: int = 16
@@ -34,14 +46,21 @@ class EngineConfig:
     prefill_chunk: int | None = None
     max_running: int = 64
     max_bypass: int = 16
+    admission_window: int = 256
+    pin_budget: float = 0.5
+    keep_finished: int = 1024
+    finished_ttl: int = 100_000
     prefix_cache: bool = True
     seed: int = 0
     poison: bool = False
     record: str | Path | Callable[[dict[str, Any]], None] | None = None
 
     def __post_init__(self) -> None:
-        for name, low in {"page_size": 1, "token_budget": 1, "max_running": 1, "max_bypass": 0, "seed": -_MAX}.items():
+        for name, low in _LEAST.items():
             object.__setattr__(self, name, integer(name, getattr(self, name), low, _MAX))
+        is_number = isinstance(self.pin_budget, (int, float)) and not isinstance(self.pin_budget, bool)
+        if not (is_number and 0 <= self.pin_budget <= 1):
+            refuse("pin_budget", self.pin_budget, "a number in [0, 1]")
         for name in ("num_pages", "prefill_chunk"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, integer(name, getattr(self, name), 1, _MAX, or_else="None or "))

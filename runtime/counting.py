@@ -28,6 +28,7 @@ class Counters:
     recomputed_after_preemption: int = 0  # or after a borrowed tail was given up, or a step with a copy failed
     cached: int = 0  # tokens that needed no row of their own: found in the cache or a row of another request
     preemptions: int = 0
+    forks: int = 0  # sequences that began as another's, choices of one request included
 
     def add_cached(self, sequence: Sequence, stop: int) -> None:
         """`[0, stop)` of the sequence was found computed; counts what it has not had before."""
@@ -38,14 +39,16 @@ class Counters:
     def add_step(self, plan: StepPlan) -> None:
         """Charge the rows of a step that ran: a shared row to the request submitted first, cached for the others."""
         self.steps += 1
-        charged = np.full(plan.num_rows, np.iinfo(np.int64).max)
-        for entry in plan.entries:
-            np.minimum.at(charged, entry.rows, entry.sequence.number)
-        for entry in plan.entries:
-            self._add_entry(entry, (charged[entry.rows] == entry.sequence.number).tolist())
+        by_age = sorted(plan.entries, key=lambda entry: entry.sequence.key)
+        charged = np.empty(plan.num_rows, np.int64)
+        for age, entry in reversed(list(enumerate(by_age))):
+            charged[entry.rows] = age
+        for age, entry in enumerate(by_age):
+            self._add_entry(entry, (charged[entry.rows] == age).tolist())
 
     def _add_entry(self, entry: Entry, charged: list[bool]) -> None:
         sequence = entry.sequence
+        generated = sequence.generated[entry.start : entry.stop].tolist()
         for position, is_charged in enumerate(charged, entry.start):
             is_new = position >= sequence.high_water and position >= sequence.known_len
             told = sequence.told_len <= position < sequence.output_start
@@ -53,8 +56,8 @@ class Counters:
                 self.cached += position >= sequence.high_water
                 sequence.cached_tokens += told
             elif is_new:
-                self.computed += position < sequence.prompt_len
-                self.decoded += position >= sequence.prompt_len
+                self.computed += not generated[position - entry.start]
+                self.decoded += generated[position - entry.start]
                 sequence.computed_tokens += told
             else:
                 self.recomputed_after_preemption += position < sequence.high_water

@@ -1,85 +1,175 @@
-"""From what a caller asks to a `Sequence`, or a refusal: requests are validated here and nowhere later.
+"""From what a caller asks to a `Request`, or a refusal: requests are validated here and nowhere later.
 
 Knows nothing of queues, pages or steps.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
-from .checks import instance
+import numpy as np
+
+from .checks import instance, integer, refuse
 from .detokenizer import Detokenizer
 from .errors import InvalidRequest
 from .model import Model
 from .outputs import Handle
 from .params import SamplingParams
 from .prompts import checked_namespace, token_ids_of
+from .request import CacheUse, Request
 from .sampler import History
 from .sequence import Sequence, TokenArray
 from .tokenizer import Tokenizer
 
+MAX_PRIORITY = 1_000_000
+
 
 class Intake:
-    """Makes sequences that one engine can run: `pool_len` tokens of KV, draws keyed by `seed` where none is given."""
+    """Makes requests that one engine can run in its pool. Draws are keyed by `seed` where a request has none."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer | None, *, seed: int, pool_len: int) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer | None, *, seed: int, num_pages: int, page_size: int) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._seed = seed
-        self._pool_len = pool_len
+        self._num_pages = num_pages
+        self._page_size = page_size
 
     def tokens(self, prompt: Any) -> TokenArray:
         """A prompt as token ids; InvalidRequest where it is none."""
         return token_ids_of(prompt, self._model, self._tokenizer)
 
-    def sequence(self, handle: Handle, prompt: Any, params: SamplingParams, namespace: str) -> Sequence:
+    def request(
+        self, handle: Handle, prompt: Any, params: SamplingParams, *, namespace: str, priority: int, cache: CacheUse
+    ) -> Request:
         """A request from the start. InvalidRequest if this engine could never run it alone."""
+        if cache not in get_args(CacheUse):
+            refuse("cache", cache, '"all", "prompt" or "none"')
         tokens = self.tokens(prompt)
-        max_len = self.max_len(len(tokens), params)
-        detokenizer = None
-        if self._tokenizer is not None:
-            detokenizer = Detokenizer(self._tokenizer, params.stop, tokens.tolist(), min_tokens=params.min_tokens)
-        return Sequence(
-            handle=handle,
-            params=params,
-            namespace=checked_namespace(namespace),
-            seed=(params.seed,) if params.seed is not None else (self._seed, handle.number),
-            path=(0,),
-            prompt_len=len(tokens),
-            output_start=len(tokens),
-            limits_start=len(tokens),
-            max_len=max_len,
-            history=History(tokens),
-            detokenizer=detokenizer,
-            _buffer=tokens,
-            num_tokens=len(tokens),
+        paths = tuple((choice,) for choice in range(_checked(params).num_branches))
+        sequence = self._sequence(handle, tokens, np.zeros(len(tokens), np.bool_), params)
+        sequence.namespace = checked_namespace(namespace)
+        sequence.priority = integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
+        sequence.path = paths[0]
+        return Request(handle=handle, params=params, cache=cache, paths=paths, branches=[sequence])
+
+    def check_fork(
+        self, parent: Request, choice: int, params: SamplingParams | None, *, at: int, extra_len: int
+    ) -> None:
+        """InvalidRequest if this engine could never run such a fork alone."""
+        if at + extra_len == 0:
+            raise InvalidRequest("at: 0 given without a text; at least one token is needed")
+        if params is not None or choice in parent.ended or extra_len or at < parent.branch(choice).num_tokens:
+            self.max_len(at + extra_len, _fork_params(parent, params))
+
+    def fork(
+        self, handle: Handle, parent: Request, choice: int, params: SamplingParams | None, *, at: int, extra: list[int]
+    ) -> Request:
+        """A request, checked before, that owns the first `at` tokens of a choice and then `extra`; without pages.
+
+        Its limits count anew with `params`, or where it does not simply go on beside a parent that lives.
+        """
+        sequence = parent.branch(choice)
+        given = _fork_params(parent, params)
+        if at < sequence.num_tokens or extra:
+            tokens = np.concatenate([sequence.tokens[:at], np.array(extra, np.int32)])
+            generated = np.concatenate([sequence.generated[:at], np.zeros(len(extra), np.bool_)])
+            child = self._sequence(handle, tokens, generated, given)
+            child.namespace, child.priority = sequence.namespace, sequence.priority
+        else:
+            child = sequence.branch(handle, _drawn_with(given))
+            if params is not None or choice in parent.ended:
+                self._limit(child, given, ended=choice in parent.ended)
+        child.seed = (given.seed,) if params is not None and given.seed is not None else sequence.seed
+        child.high_water = min(child.high_water, at) if choice not in parent.ended else 0
+        child.num_branches = given.num_branches
+        child.found_len = at
+        paths = parent.next_fork(choice, given.num_branches)
+        child.path = paths[0]
+        ancestors = parent.ancestors | {(parent.handle.number, choice)}
+        return Request(
+            handle=handle, params=given, cache=parent.cache, paths=paths, branches=[child], ancestors=ancestors
         )
 
-    def child(self, parent: Sequence, handle: Handle, params: SamplingParams | None) -> Sequence:
-        """One that goes on from the parent's committed tokens, without pages; its limits count anew with `params`."""
-        if params is None:
-            return parent.branch(handle, parent.params)
-        child = parent.branch(handle, params)
+    def _limit(self, child: Sequence, params: SamplingParams, *, ended: bool) -> None:
+        """Count a child's limits from here, and look for these stop strings; one of a text that ended begins anew."""
         child.limits_start = child.num_tokens
         child.max_len = self.max_len(child.num_tokens, params)
-        if child.detokenizer is not None:
-            child.detokenizer = child.detokenizer.branch(params.stop, min_tokens=params.min_tokens)
-        if params.seed is not None:
-            child.seed = (params.seed,)
-        return child
+        if child.detokenizer is not None and self._tokenizer is not None:
+            stop, min_tokens = params.stop, params.min_tokens
+            if ended:
+                ids = child.tokens.tolist()
+                child.detokenizer = Detokenizer(self._tokenizer, stop, ids, min_tokens=min_tokens)
+            else:
+                child.detokenizer = child.detokenizer.branch(stop, min_tokens=min_tokens)
+            child.first_detokenizer = child.detokenizer.copy()
 
     def max_len(self, prompt_len: int, params: SamplingParams) -> int:
         """Tokens at which a request ends with "length"; InvalidRequest where this engine could never run it."""
-        instance("params", params, SamplingParams, "SamplingParams").check_against(
+        _checked(params).check_against(
             self._model.vocab_size, has_text=self._tokenizer is not None, eos_token_ids=self._model.eos_token_ids
         )
         context_len = self._model.context_len
         if prompt_len > context_len:
             raise InvalidRequest(f"prompt: {prompt_len} tokens given, the model's context holds {context_len}")
         max_len = min(prompt_len + params.max_tokens, context_len + 1)
-        if max_len - 1 > self._pool_len:  # the last token is never fed
+        needed = branch_pages(prompt_len, max_len - 1, params.num_branches, self._page_size)
+        if needed > self._num_pages:
+            asked = f"{prompt_len} + {max_len - prompt_len} tokens"
+            if params.num_branches > 1:
+                asked += f" in {params.num_branches} choices"
             raise InvalidRequest(
-                f"prompt and max_tokens: {prompt_len} + {max_len - prompt_len} tokens given, the pool holds "
-                f"{self._pool_len}; give a shorter prompt, a smaller max_tokens or an engine with more kv_memory"
+                f"prompt and max_tokens: {asked} given, which take {needed} pages of {self._page_size}; the pool holds "
+                f"{self._num_pages}; give a shorter prompt, a smaller max_tokens or an engine with more kv_memory"
             )
         return max_len
+
+    def _sequence(self, handle: Handle, tokens: TokenArray, generated: Any, params: SamplingParams) -> Sequence:
+        """A sequence of these tokens, all of them a prompt to its penalties and its text."""
+        if not len(tokens):
+            raise InvalidRequest("prompt: empty; at least one token is needed")
+        max_len = self.max_len(len(tokens), params)
+        detokenizer = None
+        if self._tokenizer is not None:
+            detokenizer = Detokenizer(self._tokenizer, params.stop, tokens.tolist(), min_tokens=params.min_tokens)
+        return Sequence(
+            handle=handle,
+            choice=0,
+            num_branches=params.num_branches,
+            params=_drawn_with(params),
+            namespace="",
+            priority=0,
+            seed=(params.seed,) if params.seed is not None else (self._seed, handle.number),
+            path=(),
+            output_start=len(tokens),
+            limits_start=len(tokens),
+            max_len=max_len,
+            history=History(tokens),
+            detokenizer=detokenizer,
+            first_detokenizer=detokenizer.copy() if detokenizer is not None else None,
+            _buffer=tokens,
+            _generated=generated,
+            num_tokens=len(tokens),
+        )
+
+
+def branch_pages(shared_len: int, seq_len: int, num_branches: int, page_size: int) -> int:
+    """Pages that so many branches hold at `seq_len` tokens each, which have the first `shared_len` in common."""
+    if seq_len <= shared_len or num_branches == 1:
+        return -(-seq_len // page_size)
+    shared = shared_len // page_size
+    return shared + num_branches * (-(-seq_len // page_size) - shared)
+
+
+def _checked(params: SamplingParams) -> SamplingParams:
+    return instance("params", params, SamplingParams, "SamplingParams")
+
+
+def _fork_params(parent: Request, params: SamplingParams | None) -> SamplingParams:
+    """A fork that is told nothing keeps its parent's parameters, as one choice."""
+    return _checked(params) if params is not None else replace(parent.params, n=1, best_of=None)
+
+
+def _drawn_with(params: SamplingParams) -> SamplingParams:
+    """The parameters that tokens are drawn with: choices that are ranked need log-probabilities."""
+    return replace(params, logprobs=0) if params.is_ranked and params.logprobs is None else params

@@ -38,6 +38,7 @@ class Usage:
     A row that several requests shared in a step is computed for the one submitted first and cached for the others.
     `recomputed_tokens` had been computed and had to run again: for their logits (the last token of a prompt that was
     cached whole), or in the fork of a preempted request. For a fork everything before the fork counts as prompt.
+    A prompt counts once however many choices continue it; `completion_tokens` are those of all, kept or not.
     """
 
     prompt_tokens: int
@@ -61,7 +62,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Everything one request produced."""
+    """Everything one request produced: `n` choices by index or, with `best_of`, best first."""
 
     handle: Handle
     prompt_token_ids: tuple[int, ...]
@@ -85,12 +86,21 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinishEvent:
-    """The request ended; its last event. `text` is what was still held back: the deltas add up to the choice's text."""
+class ChoiceEvent:
+    """One choice ended. `text` is what was still held back: the deltas add up to the choice's text."""
 
     handle: Handle
+    choice: int
     text: str
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishEvent:
+    """The request ended, all its choices with it; its last event."""
+
+    handle: Handle
     output: Output
 
 
-Event = TokenEvent | FinishEvent
+Event = TokenEvent | ChoiceEvent | FinishEvent

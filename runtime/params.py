@@ -16,6 +16,7 @@ from typing import Any, Self
 from .checks import integer, refuse
 from .errors import InvalidRequest
 
+MAX_CHOICES = 1024
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
@@ -35,6 +36,8 @@ class SamplingParams:
     output), presence and frequency penalties (output alone), temperature, top_k, top_p, min_p, draw.
     """
 
+    n: int = 1  # choices, which share the prompt's pages and all that they have in common
+    best_of: int | None = None  # sample so many and return the n of highest mean log-probability, told at the end
     max_tokens: int = 64
     min_tokens: int = 0  # until so many, nothing but max_tokens ends the sequence
     temperature: float = 1.0  # 0: greedy
@@ -62,6 +65,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checked = {
+            "n": integer("n", self.n, 1, MAX_CHOICES),
+            "best_of": _optional_integer("best_of", self.best_of, 1, MAX_CHOICES),
             "max_tokens": integer("max_tokens", self.max_tokens, 1, MAX_TOKEN_ID),
             "min_tokens": integer("min_tokens", self.min_tokens, 0, MAX_TOKEN_ID),
             "temperature": _number("temperature", self.temperature, 0.0, math.inf, "a finite number of at least 0"),
@@ -82,8 +87,20 @@ class SamplingParams:
             object.__setattr__(self, name, value)
         if not isinstance(self.ignore_eos, bool):
             refuse("ignore_eos", self.ignore_eos, "True or False")
+        if self.best_of is not None and self.best_of < self.n:
+            refuse("best_of", self.best_of, f"at least n, which is {self.n}")
         if self.min_tokens > self.max_tokens:
             refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+
+    @property
+    def num_branches(self) -> int:
+        """How many continuations are sampled."""
+        return self.best_of if self.best_of is not None else self.n
+
+    @property
+    def is_ranked(self) -> bool:
+        """More are sampled than returned, so that which ones are is known at the end alone."""
+        return self.num_branches > self.n
 
     @property
     def is_greedy(self) -> bool:

@@ -18,13 +18,14 @@ from .loading import load_model
 from .model import Model
 from .outputs import Handle
 from .params import SamplingParams
+from .pins import PinnedPrefix
 from .plan import StepPlan
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-_VERSION = 1
+_VERSION = 2
 Line = dict[str, Any]
 Sink = Callable[[Line], None]
 
@@ -50,8 +51,8 @@ class Recorder:
             self._sink({"op": op, **fields})
 
     def step(self, plan: StepPlan, drawn: list[int], freed: list[int]) -> None:
-        """What was planned (`[number, start, own_start, stop]` each), drawn, and freed since the last step."""
-        entries = [[e.sequence.number, e.start, e.own_start, e.stop] for e in plan.entries]
+        """What was planned (`[number, choice, start, own_start, stop]` each), drawn, and freed since the last step."""
+        entries = [[*e.sequence.key, e.start, e.own_start, e.stop] for e in plan.entries]
         self.write("step", entries=entries, drawn=drawn, freed=list(freed))
 
     def close(self) -> None:
@@ -109,12 +110,25 @@ def _apply(engine: Engine, line: Line, seen: list[Line]) -> None:
         return
     match line["op"]:
         case "submit":
-            engine.submit(line["tokens"], SamplingParams(**line["params"]), line["namespace"])
+            origin = {name: line[name] for name in ("namespace", "priority", "cache")}
+            engine.submit(line["tokens"], SamplingParams(**line["params"]), **origin)
         case "fork":
             params = SamplingParams(**line["params"]) if line["params"] is not None else None
-            engine.fork(Handle(line["parent"]), line["n"], params)
+            where = {name: line[name] for name in ("text", "choice", "at")}
+            engine.fork(Handle(line["parent"]), line["n"], params, **where)
         case "abort":
             engine.abort(Handle(line["number"]))
+        case "release":
+            engine.release(Handle(line["number"]))
+        case "truncate":
+            engine.truncate(Handle(line["number"]), line["num_tokens"], choice=line["choice"])
+        case "adopt":
+            choices = {name: line[name] for name in ("choice", "branch_choice")}
+            engine.adopt(Handle(line["number"]), Handle(line["branch"]), **choices)
+        case "pin":
+            engine.pin(line["tokens"], line["namespace"], ttl=line["ttl"])
+        case "unpin":
+            engine.unpin(PinnedPrefix(line["number"], 0))
         case "reset":
             engine.reset_cache()
         case "step":

@@ -46,6 +46,13 @@ class History:
             if token_id not in self._distinct[at : at + 1]:
                 self._distinct = np.insert(self._distinct, at, token_id)
 
+    def remove(self, token_id: int) -> None:
+        """Take back one token of output."""
+        self._counts[token_id] -= 1
+        if not self._counts[token_id]:
+            del self._counts[token_id]
+        self._distinct = None
+
     def copy(self) -> Self:
         """One that goes on from here by itself."""
         other = copy.copy(self)

@@ -15,25 +15,26 @@ from radixrt.radix import Match, RadixCache, require
 
 from .config import EngineConfig
 from .counting import Counters
+from .intake import branch_pages
+from .pins import Pins
 from .plan import Leader, StepPlan
 from .sequence import Sequence, TokenArray
-
-_ADMISSION_WINDOW = 256  # waiting requests compared per step; bounds the look-ups, ageing brings every one into it
 
 
 class Scheduler:
     """Waiting and running sequences of one engine, and the cache that holds their pages.
 
-    Progress: the oldest running sequence is never preempted, every younger one can be, and what could never fit alone
-    was refused at submit; so each step computes at least one row while anything runs or waits.
+    Progress: the oldest running sequence is never preempted, every other can be, pins give way, and what could never
+    fit alone was refused at submit; so each step computes at least one row while anything runs or waits.
     """
 
-    def __init__(self, cache: RadixCache, config: EngineConfig, counters: Counters) -> None:
+    def __init__(self, cache: RadixCache, config: EngineConfig, counters: Counters, pins: Pins) -> None:
         self.cache = cache
         self.counters = counters
         self.config = config
-        self.waiting: list[Sequence] = []  # by number
-        self.running: list[Sequence] = []  # by number
+        self.pins = pins
+        self.waiting: list[Sequence] = []  # by age
+        self.running: list[Sequence] = []  # by age
         self.isolated: list[Sequence] = []  # were in a step that failed: each runs alone until one step succeeds
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -51,7 +52,7 @@ class Scheduler:
     def start_over(self, cache: RadixCache, live: Iterable[Sequence]) -> None:
         """Let every live sequence wait, without pages, for a fresh cache."""
         self.cache = cache
-        self.waiting = sorted(live, key=_number)
+        self.waiting = sorted(live, key=_age)
         self.running, self.isolated = [], []
         for sequence in self.waiting:
             sequence.table = None
@@ -59,14 +60,16 @@ class Scheduler:
     def plan(self, plan: StepPlan) -> None:
         """Fill the next step: decode rows, then prompts under way, then new requests, up to the token budget.
 
-        Afterwards every planned sequence has its pages, and neither it nor what it reads is given away before the
-        step has run. Stays empty where nothing runs or waits.
+        Among the running the oldest goes first, then higher priorities. Afterwards every planned sequence has its
+        pages, and neither it nor what it reads is given away before the step has run. Stays empty where nothing runs
+        or waits.
         """
         self._plan_alone(plan)
         if plan.entries:
             return
-        decoding = [s for s in self.running if s.is_decoding]
-        prefilling = [s for s in self.running if not s.is_decoding]
+        ordered = self.running[:1] + sorted(self.running[1:], key=lambda s: -s.priority)
+        decoding = [s for s in ordered if s.is_decoding]
+        prefilling = [s for s in ordered if not s.is_decoding]
         for sequence in decoding:
             self._schedule(plan, sequence)
         for sequence in prefilling:
@@ -155,51 +158,72 @@ class Scheduler:
 
     def _make_room(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Free pages for a sequence that eviction alone could not serve; False where it has to sit this step out."""
-        younger = [s for s in self.running if s.number > sequence.number and s not in plan]
-        if younger:
-            self.preempt(younger[-1])
+        victim = self._victim(plan, sequence)
+        if victim is not None:
+            self.preempt(victim)
             return True
-        alone = not plan.entries and self.running[:1] == [sequence]
+        if plan.entries or self.running[:1] != [sequence]:
+            return False
         assert sequence.table is not None
         full_len = sequence.computed_len - sequence.computed_len % self.config.page_size
-        if alone and full_len < sequence.computed_len:
+        if full_len < sequence.computed_len:
             self.cache.truncate(sequence.table, full_len)  # copying its borrowed tail takes a page more than it needs
             sequence.borrows = False
             return True
-        return False
+        return self.pins.give_way()
+
+    def _victim(self, plan: StepPlan, sequence: Sequence) -> Sequence | None:
+        """Who is preempted for a sequence: the lowest priority, then the youngest, and never the oldest running.
+
+        It must have a lower priority or be younger; for the oldest, which has to go on, anybody will do. Branches of
+        one request yield to each other last.
+        """
+        oldest = self.running[0]
+        others = [
+            other
+            for other in self.running[1:]
+            if other is not sequence
+            and other not in plan
+            and (sequence is oldest or (other.priority, sequence.key) < (sequence.priority, other.key))
+        ]
+        return min(others, key=lambda s: (s.number == sequence.number, s.priority, -s.number, -s.choice), default=None)
 
     # -- admission ------------------------------------------------------------------------------------------------
 
     def _admit(self, plan: StepPlan) -> None:
-        """Start waiting sequences in order while they fit; the first that does not fit ends it."""
+        """Start waiting sequences in order while they fit. Who does not is passed by, until it is overdue."""
         if not self.waiting or len(self.running) >= self.config.max_running:
             return
+        passed: list[Sequence] = []
         for sequence, match in self._candidates():
-            if len(self.running) >= self.config.max_running:
+            if len(self.running) >= self.config.max_running or any(map(self._is_overdue, passed)):
                 return
-            if plan.num_rows >= self.config.token_budget and self._shared_len(plan, sequence, match) == 0:
-                if self._is_overdue(sequence):
-                    return
-                continue  # no row left for it, but one that shares rows may still ride along
-            if not self._try_admit(plan, sequence, match):
-                return
+            has_rows = plan.num_rows < self.config.token_budget or self._shared_len(plan, sequence, match) > 0
+            if not (has_rows and self._try_admit(plan, sequence, match)):
+                passed.append(sequence)
 
     def _candidates(self) -> list[tuple[Sequence, Match]]:
-        """Preempted first, then those overtaken often enough, then by the longest cached prefix; ties by number."""
-        preempted = [s for s in self.waiting if s.was_preempted]
-        others = itertools.islice((s for s in self.waiting if not s.was_preempted), _ADMISSION_WINDOW)
-        found = [(sequence, self._match(sequence)) for sequence in itertools.chain(preempted, others)]
+        """Those overtaken often enough, then by priority; preempted ones first, then the longest cached prefix.
 
-        def key(candidate: tuple[Sequence, Match]) -> tuple[bool, bool, int, int]:
+        Looks at the oldest `admission_window` that were not preempted, which bounds the look-ups; ageing brings every
+        one into it.
+        """
+        preempted = [s for s in self.waiting if s.was_preempted]
+        others = (s for s in self.waiting if not s.was_preempted)
+        window = itertools.islice(others, self.config.admission_window)
+        found = [(sequence, self._match(sequence)) for sequence in itertools.chain(preempted, window)]
+
+        def key(candidate: tuple[Sequence, Match]) -> tuple[bool, int, bool, int, tuple[int, int]]:
             sequence, match = candidate
-            overdue = self._is_overdue(sequence)
-            return not sequence.was_preempted, not overdue, 0 if overdue else -match.length, sequence.number
+            if self._is_overdue(sequence):
+                return False, 0, False, 0, sequence.key
+            return True, -sequence.priority, not sequence.was_preempted, -match.length, sequence.key
 
         return sorted(found, key=key)
 
     def _is_overdue(self, sequence: Sequence) -> bool:
-        """Overtaken as often as may be: nobody later goes first any more."""
-        return sequence.was_preempted or sequence.bypassed >= self.config.max_bypass
+        """Overtaken as often as may be: nobody goes first any more."""
+        return sequence.bypassed >= self.config.max_bypass
 
     def _try_admit(self, plan: StepPlan, sequence: Sequence, match: Match) -> bool:
         """Open and plan a waiting sequence if its prompt fits; otherwise it waits on."""
@@ -216,7 +240,10 @@ class Scheduler:
             _remove(self.running, sequence)
             _insert(self.waiting, sequence)
             return False
+        if not sequence.high_water:
+            sequence.found_len = max(sequence.found_len, known_len)
         sequence.known_len = known_len
+        sequence.bypassed = 0
         self.counters.add_cached(sequence, opened_len)
         for other in itertools.takewhile(lambda other: other.number < sequence.number, self.waiting):
             other.bypassed += 1
@@ -237,40 +264,59 @@ class Scheduler:
         return leader.agreed if leader is not None else 0
 
     def _fits(self, plan: StepPlan, sequence: Sequence, match: Match) -> bool:
-        """Pages for the rest of the prompt, over the watermark and what the oldest running one still needs."""
+        """Pages for the rest of the prompt, over the watermark and what the oldest running request still needs."""
         size = self.config.page_size
         shared = max(match.length, self._shared_len(plan, sequence, match))
         needed = -(-sequence.num_tokens // size) - shared // size
+        if sequence.num_branches > 1:
+            needed += sequence.num_branches  # each goes on in a page of its own
         watermark = max(1, self.cache.num_pages // 100)
-        oldest = self.running[0]
-        assert oldest.table is not None
-        reserved = max(0, -(-oldest.max_len // size) - len(oldest.table.page_ids))
         kept = int(np.count_nonzero(self.cache.pool.refs[match.page_ids] == 1))  # evictable until it is opened
-        return needed + watermark + reserved <= self.cache.num_free + self.cache.num_evictable - kept
+        available = self.cache.num_free + self.cache.num_evictable - kept
+        return needed + watermark + self._reserved(sequence) <= available
+
+    def _reserved(self, sequence: Sequence) -> int:
+        """Pages that the oldest running request has still to get, none where `sequence` is a part of it."""
+        oldest = self.running[0].number
+        if sequence.number == oldest:
+            return 0
+        size, reserved = self.config.page_size, 0
+        for branch in self._branches(oldest):
+            whole = branch_pages(branch.num_tokens, branch.max_len - 1, branch.num_branches, size)
+            reserved += max(0, whole - -(-branch.computed_len // size))
+        return reserved
+
+    def _branches(self, number: int) -> list[Sequence]:
+        """The branches of one request, running and waiting."""
+        found: list[Sequence] = []
+        for queue in (self.running, self.waiting):
+            start = bisect_left(queue, (number, 0), key=_age)
+            found += itertools.takewhile(lambda s: s.number == number, queue[start:])
+        return found
 
     def check(self) -> None:
         """Every sequence is in one queue, in order; those that run hold a table, those that wait hold none."""
         queued = self.waiting + self.running
-        require(len({s.number for s in queued}) == len(queued), "a sequence is queued twice")
+        require(len({s.key for s in queued}) == len(queued), "a sequence is queued twice")
         require(all(s.table is None for s in self.waiting), "a waiting sequence holds pages")
         require(all(s.table is not None and not s.table.closed for s in self.running), "a running one holds no pages")
         require(all(0 <= s.computed_len < s.num_tokens for s in queued), "a sequence has nothing left to be fed")
         for queue in (self.waiting, self.running):
-            require(queue == sorted(queue, key=_number), "a queue is out of order")
+            require(queue == sorted(queue, key=_age), "a queue is out of order")
         require(all(s in queued for s in self.isolated), "an ended sequence is kept for a rerun")
 
 
 def _insert(queue: list[Sequence], sequence: Sequence) -> None:
-    """Put a sequence into a queue kept by number."""
-    queue.insert(bisect_left(queue, sequence.number, key=_number), sequence)
+    """Put a sequence into a queue kept by age."""
+    queue.insert(bisect_left(queue, sequence.key, key=_age), sequence)
 
 
 def _remove(queue: list[Sequence], sequence: Sequence) -> None:
-    """Take a sequence out of a queue kept by number."""
-    at = bisect_left(queue, sequence.number, key=_number)
+    """Take a sequence out of a queue kept by age."""
+    at = bisect_left(queue, sequence.key, key=_age)
     assert queue[at] is sequence, "the sequence is in another queue"
     del queue[at]
 
 
-def _number(sequence: Sequence) -> int:
-    return sequence.number
+def _age(sequence: Sequence) -> tuple[int, int]:
+    return sequence.key

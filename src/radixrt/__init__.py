@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from radixrt.radix import RadixrtError
     from radixrt.runtime import (
+        ChoiceEvent,
         Engine,
         FinishEvent,
         Handle,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "ChoiceEvent",
     "Engine",
     "FinishEvent",
     "Handle",

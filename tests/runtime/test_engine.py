@@ -11,6 +11,7 @@ import pytest
 
 from radixrt.radix.errors import LiveTables
 from radixrt.runtime import (
+    ChoiceEvent,
     Engine,
     Event,
     FinishEvent,
@@ -49,13 +50,18 @@ def answer(prompt: list[int], params: SamplingParams = GREEDY) -> tuple[int, ...
         return engine.generate([prompt], params)[0].choices[0].token_ids
 
 
+def told(events: list[Event], choice: int = 0) -> str:
+    """The text of a choice in these events."""
+    return "".join(e.text for e in events if not isinstance(e, FinishEvent) and e.choice == choice)
+
+
 class TestEvents:
     def test_deltas_add_up_to_the_text(self, make_engine: MakeEngine) -> None:
         engine = make_engine(HashModel(vocab=256))
         events = list(engine.stream("hällo", SamplingParams(max_tokens=40, seed=3)))
         last = events[-1]
         assert isinstance(last, FinishEvent)
-        assert "".join(event.text for event in events) == last.output.text
+        assert told(events) == last.output.text
         tokens = [event.token_id for event in events if isinstance(event, TokenEvent)]
         assert tuple(tokens) == last.output.choices[0].token_ids
         assert last.output.text == ByteTokenizer().decode(tokens)
@@ -79,7 +85,7 @@ class TestEvents:
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=20, temperature=0.0))
         events = engine.step()
         assert {event.handle for event in events} == {handle}
-        assert [type(event) for event in events] == [TokenEvent] * 8 + [FinishEvent]
+        assert [type(event) for event in events] == [TokenEvent] * 8 + [ChoiceEvent, FinishEvent]
 
     def test_steps_inside_a_stream_take_nothing_from_it(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
@@ -89,7 +95,7 @@ class TestEvents:
         for event in engine.stream([1, 2, 3], GREEDY):
             mine.append(event)
             theirs += engine.step()
-        assert [type(event) for event in mine] == [TokenEvent] * 8 + [FinishEvent]
+        assert [type(event) for event in mine] == [TokenEvent] * 8 + [ChoiceEvent, FinishEvent]
         assert {event.handle for event in theirs} == {other}
 
     def test_a_stream_that_is_read_late_misses_nothing(self, make_engine: MakeEngine) -> None:
@@ -97,7 +103,7 @@ class TestEvents:
         stream = engine.stream([1, 2, 3], GREEDY)
         for _ in range(20):
             assert engine.step() == []
-        assert [type(event) for event in stream] == [TokenEvent] * 8 + [FinishEvent]
+        assert [type(event) for event in stream] == [TokenEvent] * 8 + [ChoiceEvent, FinishEvent]
 
     @pytest.mark.parametrize("let_go", ["close", "with", "del", "engine"])
     def test_a_stream_that_is_never_read_leaves_nothing(self, make_engine: MakeEngine, let_go: str) -> None:
@@ -115,7 +121,7 @@ class TestEvents:
             del stream
         else:
             engine.close()
-            assert [type(event) for event in stream] == [TokenEvent, FinishEvent]
+            assert [type(event) for event in stream] == [TokenEvent, ChoiceEvent, FinishEvent]
             return
         assert engine.stats().num_running == 0
         assert engine.step() == []
@@ -126,7 +132,7 @@ class TestEvents:
         for event in engine.stream([1, 2, 3], GREEDY):
             events.append(event)
             engine.abort(event.handle)
-        assert [type(event) for event in events] == [TokenEvent, FinishEvent]
+        assert [type(event) for event in events] == [TokenEvent, ChoiceEvent, FinishEvent]
 
     def test_finish_reasons(self, make_engine: MakeEngine) -> None:
         tokens = answer([1, 2, 3])
@@ -192,7 +198,7 @@ class TestAbort:
         engine.step()
         engine.step()
         engine.abort(handle)
-        (event,) = engine.step()
+        *_, event = engine.step()
         assert isinstance(event, FinishEvent)
         assert event.output.choices[0].finish_reason == "abort"
         assert event.output.choices[0].token_ids == answer([1, 2, 3])[:2]
@@ -284,7 +290,7 @@ class TestFaults:
         engine = make_engine(page_size=4, token_budget=6)
         prompts = [[1] * 9, [1] * 9, [*[1] * 6, 2, 3], [4] * 11]
         handles = [engine.submit(prompt, GREEDY) for prompt in prompts]
-        extend, calls = engine._cache.extend, 0
+        extend, calls = engine._loop.cache.extend, 0
 
         def interrupted(*given: Any, **named: Any) -> Any:
             nonlocal calls
@@ -294,7 +300,7 @@ class TestFaults:
                 raise KeyboardInterrupt
             return write
 
-        monkeypatch.setattr(engine._cache, "extend", interrupted)
+        monkeypatch.setattr(engine._loop.cache, "extend", interrupted)
         with pytest.raises(KeyboardInterrupt):
             finish(engine, *handles)
         engine.check()
@@ -417,16 +423,23 @@ class TestFork:
         events: list[Event] = []
         for _ in range(2):
             events += engine.step()
-        assert "".join(event.text for event in events) == "a", "the second one is held back"
+        assert told(events) == "a", "the second one is held back"
         (child,) = engine.fork(parent, params=params)
         choice = finish(engine, parent, child)[child].choices[0]
         assert (choice.text, choice.finish_reason) == (("aaa", "length") if params is None else ("", "stop"))
 
     def test_of_an_ended_request(self, make_engine: MakeEngine) -> None:
-        engine = make_engine()
-        engine.generate([[1, 2]], GREEDY)
-        with pytest.raises(InvalidRequest, match="request 0 has ended"):
-            engine.fork(Handle(0))
+        """It goes on where the other stopped, from the cache, with limits of its own, until it is released."""
+        engine = make_engine(page_size=4)
+        first = engine.generate([[1, 2]], GREEDY)[0]
+        (child,) = engine.fork(first.handle)
+        ended = finish(engine, child)[child]
+        whole = answer([1, 2], SamplingParams(max_tokens=16, temperature=0.0))
+        assert ended.choices[0].token_ids == whole[8:]
+        assert ended.usage.cached_tokens == 2 + 8 - 1
+        engine.release(first.handle)
+        with pytest.raises(InvalidRequest, match="request 0 has ended and was released"):
+            engine.fork(first.handle)
 
     def test_the_parents_abort_leaves_the_children(self, make_engine: MakeEngine) -> None:
         engine = make_engine(page_size=4)
@@ -507,7 +520,7 @@ class TestBadInput:
 
     def test_what_can_never_fit_is_refused(self, make_engine: MakeEngine) -> None:
         engine = make_engine(num_pages=4, page_size=4)
-        with pytest.raises(InvalidRequest, match=r"10 \+ 8 tokens given, the pool holds 16"):
+        with pytest.raises(InvalidRequest, match=r"10 \+ 8 tokens given, which take 5 pages of 4; the pool holds 4"):
             engine.submit([1] * 10, GREEDY)
         assert engine.generate([[1] * 9], GREEDY)[0].choices[0].token_ids == answer([1] * 9), "the last is never fed"
 

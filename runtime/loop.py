@@ -1,0 +1,250 @@
+"""The loop of an engine: plan a step, run it, draw, commit; how requests begin and end, and the events that say so.
+
+Knows nothing of what a caller may ask: requests come checked. One thread, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from radixrt.radix import RadixCache
+
+from .config import EngineConfig
+from .counting import Counters
+from .model import Forward, Model
+from .outputs import ChoiceEvent, Event, FinishEvent, FinishReason, Handle, TokenEvent
+from .pins import Pins
+from .plan import Entry, StepPlan
+from .record import Recorder
+from .registry import Registry
+from .request import Request
+from .runner import Runner
+from .sampler import Sampled, sample
+from .scheduler import Scheduler
+from .sequence import Sequence
+
+
+class Loop:
+    """Everything of one engine that a step moves."""
+
+    def __init__(self, model: Model, config: EngineConfig, recorder: Recorder) -> None:
+        """`config` with its number of pages resolved, and the model's pool allocated."""
+        assert config.num_pages is not None, "the pool's size was resolved"
+        self._model = model
+        self._config = config
+        self._recorder = recorder
+        self._freed: list[int] = []  # since the last step, for the record
+        self.cache = self._new_cache()
+        self.counters = Counters()
+        self.pins = Pins(self.cache, int(config.pin_budget * config.num_pages))
+        self.scheduler = Scheduler(self.cache, config, self.counters, self.pins)
+        self.requests = Registry(keep_finished=config.keep_finished, finished_ttl=config.finished_ttl)
+        self._runner = Runner(model, self.cache, poison=config.poison)
+        self._events: list[Event] = []
+        self._mailboxes: dict[Handle, deque[Event]] = {}  # of requests whose events a stream reads, not `take_events`
+
+    # -- the step -------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Steps that computed something: the engine's time."""
+        return self.counters.steps
+
+    def advance(self) -> None:
+        """Run one step.
+
+        If the model is interrupted, the engine is as before the step; if planning is, it has forgotten its cache, and
+        no answer.
+        """
+        self.pins.expire(self.step)
+        self.requests.expire(self.step)
+        plan = StepPlan(page_size=self._config.page_size)
+        try:
+            self.scheduler.plan(plan)
+        except BaseException:  # an interrupt: it may have cut any of the cache's operations in two
+            self._start_over()
+            raise
+        if plan.entries:
+            self._run(plan)
+
+    def _start_over(self) -> None:
+        """Forget every page; all requests wait and recompute. Right whatever state the old cache was left in."""
+        self.cache = self._new_cache()
+        self._runner.start_over(self.cache)
+        self.pins.start_over(self.cache)
+        live = [branch for request in self.requests for branch in request.live]
+        self.scheduler.start_over(self.cache, live)
+
+    def _run(self, plan: StepPlan) -> None:
+        """Run, sample and commit; where the device or a draw fails, the plan's requests run again one by one."""
+        try:
+            forward = self._runner.run(plan)
+            sound = [entry for entry in plan.entries if forward.finite[entry.rows].all()]
+            drawing = [entry for entry in sound if entry.samples]
+            drawn = self._draw(plan, drawing, forward)
+        except BaseException as error:
+            self._runner.withdraw(plan)
+            if not isinstance(error, Exception):
+                raise
+            if len(plan.entries) > 1:
+                self.scheduler.isolate(plan)
+            else:  # it failed alone: whatever was raised ends it, and nobody else
+                self._end(plan.entries[0].sequence, "error", f"the model failed: {error}")
+            return
+        self._commit(plan, sound)
+        for entry, tokens in zip(drawing, drawn, strict=True):
+            self._continue(entry.sequence, tokens)
+        freed, self._freed = self._freed, []
+        self._recorder.step(plan, [token.token_id for tokens in drawn for token in tokens], freed)
+
+    def _draw(self, plan: StepPlan, entries: list[Entry], forward: Forward) -> list[list[Sampled]]:
+        """For each entry the next token, or one of each choice where they begin to differ."""
+        if not entries:
+            return []
+        index = np.searchsorted(plan.logit_rows, [entry.rows[-1] for entry in entries])
+        logits = forward.logits.cpu()
+        drawn = []
+        for entry, at in zip(entries, index, strict=True):
+            sequence = entry.sequence
+            paths = self.requests.of(sequence.number).paths if sequence.num_branches > 1 else (sequence.path,)
+            rows = [sequence.sampler_row(path, self._model.eos_token_ids) for path in paths]
+            drawn.append(sample([logits[at]] * len(rows), rows))
+        return drawn
+
+    def _commit(self, plan: StepPlan, sound: list[Entry]) -> None:
+        """Charge and publish what the step computed; a request with a NaN ends alone and publishes nothing."""
+        self.counters.add_step(plan)
+        sick = set(plan.entries) - set(sound)
+        for entry in plan.entries:
+            self.scheduler.succeeded(entry.sequence)
+            if entry in sick:
+                self.cache.truncate(entry.table, entry.start)
+                self._end(entry.sequence, "error", "the model's hidden states or logits hold NaN or infinity")
+            elif self._config.prefix_cache:
+                self.cache.publish(entry.table)
+
+    def _continue(self, sequence: Sequence, drawn: list[Sampled]) -> None:
+        """Append what was drawn, one token to each choice."""
+        branches = [sequence]
+        if len(drawn) > 1:
+            for branch in self.requests.of(sequence.number).fan_out():
+                self.share(sequence, branch, sequence.computed_len)
+                self.scheduler.enqueue(branch)
+                branches.append(branch)
+        for branch, token in zip(branches, drawn, strict=True):
+            try:
+                self._append(branch, token)
+            except Exception as error:  # a tokenizer that fails on one request's token must not take others along
+                self._end(branch, "error", f"its output failed: {error!r}")
+
+    def _append(self, sequence: Sequence, sampled: Sampled) -> None:
+        """Commit one sampled token, tell of it, and end the choice where it was the last."""
+        token_id = sampled.token_id
+        ends = token_id in sequence.params.ending_token_ids(self._model.eos_token_ids)
+        text = sequence.detokenizer.add(token_id) if sequence.detokenizer is not None and not ends else ""
+        sequence.append(token_id)
+        sequence.note(text, sampled.logprobs)
+        if not sequence.params.is_ranked:
+            event = TokenEvent(
+                handle=sequence.handle,
+                choice=sequence.choice,
+                token_id=token_id,
+                text=text,
+                logprobs=sampled.logprobs,
+            )
+            self._tell(event)
+        if ends or (sequence.detokenizer is not None and sequence.detokenizer.stopped is not None):
+            self._end(sequence, "stop")
+        elif sequence.num_tokens >= sequence.max_len:
+            self._end(sequence, "length")
+
+    # -- beginnings and ends --------------------------------------------------------------------------------------
+
+    def start(self, request: Request) -> None:
+        self.requests.add(request)
+        for branch in request.branches:
+            self.scheduler.enqueue(branch)
+
+    def share(self, parent: Sequence, child: Sequence, max_len: int) -> None:
+        """Give a child the parent's pages of up to `max_len` tokens, O(pages), if there are any. No copy."""
+        self.counters.forks += 1
+        stop = min(parent.computed_len, max_len)
+        if parent.table is not None and stop:
+            child.table = self.cache.fork(parent.table, f"request {child.number}")
+            self.cache.truncate(child.table, stop)
+            self.counters.add_cached(child, stop)
+
+    def abort(self, request: Request) -> None:
+        """End what lives of a request."""
+        for branch in request.live:
+            self._end(branch, "abort")
+
+    def release(self, handle: Handle) -> None:
+        """Forget a request that ended, and drop what only it has generated from the cache."""
+        request = self.requests.ended(handle)
+        if request is not None:
+            self.requests.forget(handle)
+            for branch in request.branches:
+                self.cache.drop(branch.tokens, branch.output_start, branch.namespace)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        """The one way a choice ends: what it has computed stays in the cache, everything else is given back."""
+        if sequence.table is not None and self._config.prefix_cache and reason != "error":
+            self.cache.publish(sequence.table, tail=True)
+        self.scheduler.remove(sequence)
+        text = sequence.detokenizer.flush() if sequence.detokenizer is not None else ""
+        sequence.note(text, None)
+        request = self.requests.of(sequence.number)
+        for choice in request.end(sequence, reason, error):
+            if not request.params.is_ranked:
+                self._tell(ChoiceEvent(handle=request.handle, choice=choice.index, text=text, finish_reason=reason))
+        if request.is_over:
+            self.requests.end(request, self.step)
+            self._forget_useless(request)
+            self._tell(FinishEvent(handle=request.handle, output=request.output()))
+
+    def _forget_useless(self, request: Request) -> None:
+        """Let go at once of what the caller said is not worth keeping."""
+        if request.cache != "all":
+            for branch in request.branches:
+                kept = branch.output_start if request.cache == "prompt" else branch.found_len
+                self.cache.drop(branch.tokens, kept, branch.namespace)
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def send_to(self, mailbox: deque[Event], handle: Handle) -> None:
+        """Put the events of a request there from now on."""
+        self._mailboxes[handle] = mailbox
+
+    def take_events(self) -> list[Event]:
+        """What was told since the last call and is in no mailbox, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def abandon(self, handles: Iterable[Handle]) -> None:
+        """Abort what still lives of these requests: nobody is left to read their events."""
+        for handle in handles:
+            if (request := self.requests.live(handle)) is not None:
+                self._recorder.write("abort", number=handle.number)
+                self.abort(request)
+            self._mailboxes.pop(handle, None)
+
+    def _tell(self, event: Event) -> None:
+        """To the stream that reads the request, or to `take_events`."""
+        self._mailboxes.get(event.handle, self._events).append(event)
+        if isinstance(event, FinishEvent):
+            self._mailboxes.pop(event.handle, None)
+
+    # -- the cache ------------------------------------------------------------------------------------------------
+
+    def _new_cache(self) -> RadixCache:
+        assert self._config.num_pages is not None
+        return RadixCache(num_pages=self._config.num_pages, page_size=self._config.page_size, on_free=self._on_free)
+
+    def _on_free(self, page_ids: npt.NDArray[np.int32]) -> None:
+        self._freed.extend(page_ids.tolist())
+        self._runner.forget(page_ids)
