@@ -76,7 +76,7 @@ def test_refusals_are_one_line_that_names_field_given_and_allowed(field: str, va
 def test_unknown_fields_are_refused_with_close_names() -> None:
     with pytest.raises(InvalidRequest, match=r"'max_token': no such field; known: max_tokens"):
         SamplingParams(**{"max_token": 5})  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="known: max_tokens, min_tokens, temperature"):
+    with pytest.raises(InvalidRequest, match="known: n, best_of, max_tokens, min_tokens, temperature"):
         SamplingParams(**{"x" * 10**6: 5})  # type: ignore[arg-type]
 
 

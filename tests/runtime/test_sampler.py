@@ -219,7 +219,7 @@ def kept_by(params: SamplingParams, logits: np.ndarray[Any, Any], draws: int = 1
         ({"top_k": 9, "top_p": 0.7, "min_p": 0.7}, [TopKLogitsWarper(9), TopPLogitsWarper(0.7), MinPLogitsWarper(0.7)]),
         ({"temperature": 0.3, "top_p": 0.8}, [TemperatureLogitsWarper(0.3), TopPLogitsWarper(0.8)]),
     ],
-    ids=str,
+    ids=["top_k", "top_p", "min_p", "all", "temperature"],
 )
 def test_filters_keep_what_transformers_keeps(fields: Any, warpers: list[LogitsProcessor], seed: int) -> None:
     scores = torch.rand(1, VOCAB, generator=torch.Generator().manual_seed(seed))
