@@ -21,13 +21,14 @@ from .outputs import (
     TokenLogprobs,
     Usage,
 )
-from .params import SamplingParams
+from .params import BeamParams, Params, SamplingParams
 from .pins import PinnedPrefix
 from .record import Replay, replay
 from .request import CacheUse
 from .tokenizer import Tokenizer
 
 __all__ = [
+    "BeamParams",
     "CacheUse",
     "Choice",
     "ChoiceEvent",
@@ -45,6 +46,7 @@ __all__ = [
     "Model",
     "ModelError",
     "Output",
+    "Params",
     "PinnedPrefix",
     "RadixrtError",
     "Replay",

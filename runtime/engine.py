@@ -21,7 +21,7 @@ from .loading import load_model
 from .loop import Loop
 from .model import Model
 from .outputs import Event, FinishEvent, Handle, Output
-from .params import SamplingParams
+from .params import BeamParams, Params, SamplingParams
 from .pins import PinnedPrefix
 from .prompts import checked_namespace, prompts_of
 from .record import Recorder
@@ -96,7 +96,7 @@ class Engine:
     def submit(
         self,
         prompt: str | list[int],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         namespace: str = "",
         *,
         priority: int = 0,
@@ -120,7 +120,7 @@ class Engine:
         self,
         handle: Handle,
         n: int = 1,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         text: str | list[int] | None = None,
         choice: int = 0,
@@ -144,9 +144,7 @@ class Engine:
         self._recorder.write("fork", parent=handle.number, n=n, params=given, **where)
         return [self._fork(request, choice, params, at, extra) for _ in range(n)]
 
-    def _fork(
-        self, request: Request, choice: int, params: SamplingParams | None, at: int, extra: list[int] | None
-    ) -> Handle:
+    def _fork(self, request: Request, choice: int, params: Params | None, at: int, extra: list[int] | None) -> Handle:
         handle = self._loop.requests.next_handle()
         child = self._intake.fork(handle, request, choice, params, at=at, extra=extra or [])
         self._loop.share(request.branch(choice), child.branches[0], min(at, child.branches[0].num_tokens - 1))
@@ -225,7 +223,7 @@ class Engine:
     def generate(
         self,
         prompts: str | list[str] | list[list[int]],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         namespace: str = "",
         *,
         priority: int = 0,
@@ -241,10 +239,23 @@ class Engine:
             outputs = {event.handle: event.output for event in stream if isinstance(event, FinishEvent)}
         return [outputs[handle] for handle in handles]
 
+    def beam_search(
+        self,
+        prompts: str | list[str] | list[list[int]],
+        params: BeamParams | None = None,
+        namespace: str = "",
+        *,
+        priority: int = 0,
+        cache: CacheUse = "all",
+    ) -> list[Output]:
+        """Run beam searches together to their end: `generate` with `BeamParams`; each choice carries its `score`."""
+        params = params if params is not None else BeamParams()
+        return self.generate(prompts, params, namespace, priority=priority, cache=cache)
+
     def stream(
         self,
         prompt: str | list[int],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         namespace: str = "",
         *,
         priority: int = 0,

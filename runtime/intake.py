@@ -10,12 +10,13 @@ from typing import Any, get_args
 
 import numpy as np
 
-from .checks import instance, integer, refuse
+from .beams import BeamSearch
+from .checks import integer, refuse
 from .detokenizer import Detokenizer
 from .errors import InvalidRequest
 from .model import Model
 from .outputs import Handle
-from .params import SamplingParams
+from .params import BeamParams, Params, SamplingParams
 from .prompts import checked_namespace, token_ids_of
 from .request import CacheUse, Request
 from .sampler import History
@@ -40,7 +41,7 @@ class Intake:
         return token_ids_of(prompt, self._model, self._tokenizer)
 
     def request(
-        self, handle: Handle, prompt: Any, params: SamplingParams, *, namespace: str, priority: int, cache: CacheUse
+        self, handle: Handle, prompt: Any, params: Params, *, namespace: str, priority: int, cache: CacheUse
     ) -> Request:
         """A request from the start. InvalidRequest if this engine could never run it alone."""
         if cache not in get_args(CacheUse):
@@ -51,11 +52,16 @@ class Intake:
         sequence.namespace = checked_namespace(namespace)
         sequence.priority = integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         sequence.path = paths[0]
-        return Request(handle=handle, params=params, cache=cache, paths=paths, branches=[sequence])
+        return Request(
+            handle=handle,
+            params=params,
+            cache=cache,
+            paths=paths,
+            branches=[sequence],
+            search=self._search(params, sequence),
+        )
 
-    def check_fork(
-        self, parent: Request, choice: int, params: SamplingParams | None, *, at: int, extra_len: int
-    ) -> None:
+    def check_fork(self, parent: Request, choice: int, params: Params | None, *, at: int, extra_len: int) -> None:
         """InvalidRequest if this engine could never run such a fork alone."""
         if at + extra_len == 0:
             raise InvalidRequest("at: 0 given without a text; at least one token is needed")
@@ -63,7 +69,7 @@ class Intake:
             self.max_len(at + extra_len, _fork_params(parent, params))
 
     def fork(
-        self, handle: Handle, parent: Request, choice: int, params: SamplingParams | None, *, at: int, extra: list[int]
+        self, handle: Handle, parent: Request, choice: int, params: Params | None, *, at: int, extra: list[int]
     ) -> Request:
         """A request, checked before, that owns the first `at` tokens of a choice and then `extra`; without pages.
 
@@ -71,7 +77,7 @@ class Intake:
         """
         sequence = parent.branch(choice)
         given = _fork_params(parent, params)
-        if at < sequence.num_tokens or extra:
+        if at < sequence.num_tokens or extra or isinstance(given, BeamParams):
             tokens = np.concatenate([sequence.tokens[:at], np.array(extra, np.int32)])
             generated = np.concatenate([sequence.generated[:at], np.zeros(len(extra), np.bool_)])
             child = self._sequence(handle, tokens, generated, given)
@@ -80,7 +86,10 @@ class Intake:
             child = sequence.branch(handle, _drawn_with(given))
             if params is not None or choice in parent.ended:
                 self._limit(child, given, ended=choice in parent.ended)
-        child.seed = (given.seed,) if params is not None and given.seed is not None else sequence.seed
+        if isinstance(params, BeamParams) or params is None or params.seed is None:
+            child.seed = sequence.seed
+        else:
+            child.seed = (params.seed,)
         child.high_water = min(child.high_water, at) if choice not in parent.ended else 0
         child.num_branches = given.num_branches
         child.found_len = at
@@ -88,8 +97,20 @@ class Intake:
         child.path = paths[0]
         ancestors = parent.ancestors | {(parent.handle.number, choice)}
         return Request(
-            handle=handle, params=given, cache=parent.cache, paths=paths, branches=[child], ancestors=ancestors
+            handle=handle,
+            params=given,
+            cache=parent.cache,
+            paths=paths,
+            branches=[child],
+            search=self._search(given, child),
+            ancestors=ancestors,
         )
+
+    def _search(self, params: Params, sequence: Sequence) -> BeamSearch | None:
+        if not isinstance(params, BeamParams):
+            return None
+        ending = params.ending_token_ids(self._model.eos_token_ids)
+        return BeamSearch(params, ending_token_ids=ending, max_tokens=sequence.max_len - sequence.num_tokens)
 
     def _limit(self, child: Sequence, params: SamplingParams, *, ended: bool) -> None:
         """Count a child's limits from here, and look for these stop strings; one of a text that ended begins anew."""
@@ -104,7 +125,7 @@ class Intake:
                 child.detokenizer = child.detokenizer.branch(stop, min_tokens=min_tokens)
             child.first_detokenizer = child.detokenizer.copy()
 
-    def max_len(self, prompt_len: int, params: SamplingParams) -> int:
+    def max_len(self, prompt_len: int, params: Params) -> int:
         """Tokens at which a request ends with "length"; InvalidRequest where this engine could never run it."""
         _checked(params).check_against(
             self._model.vocab_size, has_text=self._tokenizer is not None, eos_token_ids=self._model.eos_token_ids
@@ -124,22 +145,23 @@ class Intake:
             )
         return max_len
 
-    def _sequence(self, handle: Handle, tokens: TokenArray, generated: Any, params: SamplingParams) -> Sequence:
+    def _sequence(self, handle: Handle, tokens: TokenArray, generated: Any, params: Params) -> Sequence:
         """A sequence of these tokens, all of them a prompt to its penalties and its text."""
+        drawn = _drawn_with(params)
         if not len(tokens):
             raise InvalidRequest("prompt: empty; at least one token is needed")
         max_len = self.max_len(len(tokens), params)
         detokenizer = None
         if self._tokenizer is not None:
-            detokenizer = Detokenizer(self._tokenizer, params.stop, tokens.tolist(), min_tokens=params.min_tokens)
+            detokenizer = Detokenizer(self._tokenizer, drawn.stop, tokens.tolist(), min_tokens=drawn.min_tokens)
         return Sequence(
             handle=handle,
             choice=0,
             num_branches=params.num_branches,
-            params=_drawn_with(params),
+            params=drawn,
             namespace="",
             priority=0,
-            seed=(params.seed,) if params.seed is not None else (self._seed, handle.number),
+            seed=(drawn.seed,) if drawn.seed is not None else (self._seed, handle.number),
             path=(),
             output_start=len(tokens),
             limits_start=len(tokens),
@@ -161,15 +183,23 @@ def branch_pages(shared_len: int, seq_len: int, num_branches: int, page_size: in
     return shared + num_branches * (-(-seq_len // page_size) - shared)
 
 
-def _checked(params: SamplingParams) -> SamplingParams:
-    return instance("params", params, SamplingParams, "SamplingParams")
+def _checked(params: Params) -> Params:
+    if not isinstance(params, (SamplingParams, BeamParams)):
+        refuse("params", params, "SamplingParams or BeamParams")
+    return params
 
 
-def _fork_params(parent: Request, params: SamplingParams | None) -> SamplingParams:
+def _fork_params(parent: Request, params: Params | None) -> Params:
     """A fork that is told nothing keeps its parent's parameters, as one choice."""
-    return _checked(params) if params is not None else replace(parent.params, n=1, best_of=None)
+    if params is not None:
+        return _checked(params)
+    if isinstance(parent.params, BeamParams):
+        raise InvalidRequest("params: none given; a fork of a beam search needs its own")
+    return replace(parent.params, n=1, best_of=None)
 
 
-def _drawn_with(params: SamplingParams) -> SamplingParams:
-    """The parameters that tokens are drawn with: choices that are ranked need log-probabilities."""
+def _drawn_with(params: Params) -> SamplingParams:
+    """The parameters that tokens are drawn with: choices that are ranked need log-probabilities, beams nothing."""
+    if isinstance(params, BeamParams):
+        return SamplingParams(max_tokens=params.max_tokens, temperature=0.0)
     return replace(params, logprobs=0) if params.is_ranked and params.logprobs is None else params

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from radixrt.radix import RadixCache
 
@@ -84,8 +85,8 @@ class Loop:
         try:
             forward = self._runner.run(plan)
             sound = [entry for entry in plan.entries if forward.finite[entry.rows].all()]
-            drawing = [entry for entry in sound if entry.samples]
-            drawn = self._draw(plan, drawing, forward)
+            logits = self._logits(plan, sound, forward)
+            drawn = [self._draw(sequence, row) for sequence, row in logits]
         except BaseException as error:
             self._runner.withdraw(plan)
             if not isinstance(error, Exception):
@@ -96,24 +97,31 @@ class Loop:
                 self._end(plan.entries[0].sequence, "error", f"the model failed: {error}")
             return
         self._commit(plan, sound)
-        for entry, tokens in zip(drawing, drawn, strict=True):
-            self._continue(entry.sequence, tokens)
+        for (sequence, row), tokens in zip(logits, drawn, strict=True):
+            if tokens:
+                self._continue(sequence, tokens)
+            elif sequence.table is not None:  # its request may have ended with another beam
+                self._search_on(sequence, row)
         freed, self._freed = self._freed, []
         self._recorder.step(plan, [token.token_id for tokens in drawn for token in tokens], freed)
 
-    def _draw(self, plan: StepPlan, entries: list[Entry], forward: Forward) -> list[list[Sampled]]:
-        """For each entry the next token, or one of each choice where they begin to differ."""
-        if not entries:
+    def _logits(self, plan: StepPlan, sound: list[Entry], forward: Forward) -> list[tuple[Sequence, torch.Tensor]]:
+        """The sequences that get a next token, and its logits."""
+        sequences = [entry.sequence for entry in sound if entry.samples]
+        if not sequences:
             return []
-        index = np.searchsorted(plan.logit_rows, [entry.rows[-1] for entry in entries])
+        index = np.searchsorted(plan.logit_rows, [entry.rows[-1] for entry in sound if entry.samples])
         logits = forward.logits.cpu()
-        drawn = []
-        for entry, at in zip(entries, index, strict=True):
-            sequence = entry.sequence
-            paths = self.requests.of(sequence.number).paths if sequence.num_branches > 1 else (sequence.path,)
-            rows = [sequence.sampler_row(path, self._model.eos_token_ids) for path in paths]
-            drawn.append(sample([logits[at]] * len(rows), rows))
-        return drawn
+        return [(sequence, logits[at]) for sequence, at in zip(sequences, index, strict=True)]
+
+    def _draw(self, sequence: Sequence, logits: torch.Tensor) -> list[Sampled]:
+        """The next token, or one of each choice where they begin to differ; none in a search, which waits for all."""
+        request = self.requests.of(sequence.number)
+        if request.search is not None:
+            return []
+        paths = request.paths if sequence.num_branches > 1 else (sequence.path,)
+        rows = [sequence.sampler_row(path, self._model.eos_token_ids) for path in paths]
+        return sample([logits] * len(rows), rows)
 
     def _commit(self, plan: StepPlan, sound: list[Entry]) -> None:
         """Charge and publish what the step computed; a request with a NaN ends alone and publishes nothing."""
@@ -121,6 +129,8 @@ class Loop:
         sick = set(plan.entries) - set(sound)
         for entry in plan.entries:
             self.scheduler.succeeded(entry.sequence)
+            if entry.sequence.table is None:
+                continue  # ended with another beam of its request
             if entry in sick:
                 self.cache.truncate(entry.table, entry.start)
                 self._end(entry.sequence, "error", "the model's hidden states or logits hold NaN or infinity")
@@ -162,6 +172,26 @@ class Loop:
         elif sequence.num_tokens >= sequence.max_len:
             self._end(sequence, "length")
 
+    def _search_on(self, beam: Sequence, logits: torch.Tensor) -> None:
+        """Keep a beam's logits until all of its request are there; then go on with the best continuations."""
+        request = self.requests.of(beam.number)
+        assert request.search is not None
+        beam.logits = logits.clone()
+        ready = [branch.logits for branch in request.branches if branch.logits is not None]
+        if len(ready) < len(request.branches):
+            return
+        continuations = request.search.advance(torch.stack(ready))
+        if request.search.is_done:
+            self._end_search(request)
+            return
+        forked, given_up = request.select(continuations)
+        for parent, child in forked:
+            self.share(parent, child, parent.computed_len)
+            self.scheduler.enqueue(child)
+        for branch in given_up:
+            self.scheduler.remove(branch)
+            self.cache.drop(branch.tokens, branch.output_start, branch.namespace)
+
     # -- beginnings and ends --------------------------------------------------------------------------------------
 
     def start(self, request: Request) -> None:
@@ -180,8 +210,11 @@ class Loop:
 
     def abort(self, request: Request) -> None:
         """End what lives of a request."""
-        for branch in request.live:
-            self._end(branch, "abort")
+        if request.search is not None:
+            self._end_search(request, "abort")
+        else:
+            for branch in request.live:
+                self._end(branch, "abort")
 
     def release(self, handle: Handle) -> None:
         """Forget a request that ended, and drop what only it has generated from the cache."""
@@ -193,19 +226,35 @@ class Loop:
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """The one way a choice ends: what it has computed stays in the cache, everything else is given back."""
+        request = self.requests.of(sequence.number)
+        if request.search is not None:
+            self._end_search(request, reason, error)
+            return
         if sequence.table is not None and self._config.prefix_cache and reason != "error":
             self.cache.publish(sequence.table, tail=True)
         self.scheduler.remove(sequence)
         text = sequence.detokenizer.flush() if sequence.detokenizer is not None else ""
         sequence.note(text, None)
-        request = self.requests.of(sequence.number)
         for choice in request.end(sequence, reason, error):
             if not request.params.is_ranked:
                 self._tell(ChoiceEvent(handle=request.handle, choice=choice.index, text=text, finish_reason=reason))
         if request.is_over:
-            self.requests.end(request, self.step)
-            self._forget_useless(request)
-            self._tell(FinishEvent(handle=request.handle, output=request.output()))
+            self._finish(request)
+
+    def _end_search(self, request: Request, reason: FinishReason | None = None, error: str | None = None) -> None:
+        """A search ends as a whole, by itself or for `reason`."""
+        for beam in request.branches:
+            if beam.table is not None and self._config.prefix_cache and reason != "error":
+                self.cache.publish(beam.table, tail=True)
+            self.scheduler.remove(beam)
+        request.end_search(reason, error)
+        self._finish(request)
+
+    def _finish(self, request: Request) -> None:
+        """All choices have ended."""
+        self.requests.end(request, self.step)
+        self._forget_useless(request)
+        self._tell(FinishEvent(handle=request.handle, output=request.output()))
 
     def _forget_useless(self, request: Request) -> None:
         """Let go at once of what the caller said is not worth keeping."""

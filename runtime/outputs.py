@@ -50,7 +50,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One continuation. `error` says what went wrong where `finish_reason` is "error"."""
+    """One continuation. `error` says what went wrong where `finish_reason` is "error"; beam search gives a `score`."""
 
     index: int
     text: str
@@ -58,11 +58,12 @@ class Choice:
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Everything one request produced: `n` choices by index or, with `best_of`, best first."""
+    """Everything one request produced: `n` choices by index or, with `best_of` and beams, best first."""
 
     handle: Handle
     prompt_token_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What a caller may ask of generation: `SamplingParams`, checked once when made.
+"""What a caller may ask of generation: `SamplingParams` and `BeamParams`, checked once when made.
 
 Knows nothing of models (`check_against` is told the width of the logits), of tensors or of how tokens are chosen.
 """
@@ -11,7 +11,7 @@ import numbers
 import reprlib
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from .checks import integer, refuse
 from .errors import InvalidRequest
@@ -23,6 +23,8 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_TOKEN_ID = 2**31 - 1
+MAX_WIDTH = 256  # beams; a step holds a float32 for each token of each
+MAX_LENGTH_PENALTY = 4.0  # up to here no power of a number of tokens leaves float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +58,7 @@ class SamplingParams:
 
     def __new__(cls, *args: object, **given: object) -> Self:
         """Refuses unknown names; the generated `__init__` would raise a TypeError that names no alternative."""
-        known = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in known:
-                close = difflib.get_close_matches(name[:64], known) or known
-                raise InvalidRequest(f"{reprlib.repr(name)}: no such field; known: {', '.join(close)}")
+        _refuse_unknown(given, [field.name for field in fields(cls)])
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -133,6 +131,95 @@ class SamplingParams:
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         plain["logit_bias"] = [list(pair) for pair in plain["logit_bias"]]
         return plain | {name: list(plain[name]) for name in ("stop", "stop_token_ids")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamParams:
+    """How wide to search and when to stop. Checked, stored and refused like `SamplingParams`.
+
+    The answer is that of `transformers.generate(num_beams=width, do_sample=False)`: hypotheses, best first, by
+    the sum of their log-probabilities over their number of tokens to the power of `length_penalty`.
+    """
+
+    width: int = 4  # num_beams; 1: greedy
+    max_tokens: int = 64
+    min_tokens: int = 0  # until so many, nothing but max_tokens ends a beam
+    length_penalty: float = 1.0  # positive: favours long ones, negative: short ones
+    # Over once `width` have finished (True), once a better one is unlikely (False) or cannot come ("never").
+    early_stopping: bool | Literal["never"] = False
+    num_return: int | None = None  # hypotheses; None: width
+    stop_token_ids: Collection[int] = ()  # stored as a sorted tuple
+    ignore_eos: bool = False
+
+    def __new__(cls, *args: object, **given: object) -> Self:
+        """Refuses unknown names, as `SamplingParams` does."""
+        _refuse_unknown(given, [field.name for field in fields(cls)])
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        checked = {
+            "width": integer("width", self.width, 1, MAX_WIDTH),
+            "max_tokens": integer("max_tokens", self.max_tokens, 1, MAX_TOKEN_ID),
+            "min_tokens": integer("min_tokens", self.min_tokens, 0, MAX_TOKEN_ID),
+            "length_penalty": _number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+            "num_return": _optional_integer("num_return", self.num_return, 1, MAX_WIDTH),
+            "stop_token_ids": _stop_token_ids(self.stop_token_ids),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        early = self.early_stopping
+        if not (isinstance(early, bool) or (isinstance(early, str) and early == "never")):
+            refuse("early_stopping", self.early_stopping, "True, False or 'never'")
+        if not isinstance(self.ignore_eos, bool):
+            refuse("ignore_eos", self.ignore_eos, "True or False")
+        if self.min_tokens > self.max_tokens:
+            refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+        if self.num_return is not None and self.num_return > self.width:
+            refuse("num_return", self.num_return, f"at most width, which is {self.width}")
+
+    @property
+    def num_branches(self) -> int:
+        """How many continuations are followed at once."""
+        return self.width
+
+    @property
+    def is_ranked(self) -> bool:
+        """Which continuations are returned is known at the end alone."""
+        return True
+
+    def ending_token_ids(self, eos_token_ids: Set[int]) -> frozenset[int]:
+        """The ids that end a beam, given the model's own."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else frozenset(eos_token_ids))
+
+    def check_against(self, vocab_size: int, *, has_text: bool = True, eos_token_ids: Set[int] = frozenset()) -> None:
+        """InvalidRequest where a model whose logits are `vocab_size` wide cannot serve these parameters."""
+        for token_id in self.stop_token_ids:
+            if token_id >= vocab_size:
+                refuse("stop_token_ids", token_id, f"ids in [0, {vocab_size})")
+        num_going_on = vocab_size - len(self.ending_token_ids(eos_token_ids))
+        if self.width > num_going_on:  # the prompt alone could not be continued in so many ways
+            refuse("width", self.width, f"at most {num_going_on}, the number of token ids that end nothing")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as JSON holds it; `BeamParams(**params.to_dict()) == params`, through JSON too."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        return plain | {"stop_token_ids": list(plain["stop_token_ids"])}
+
+
+Params = SamplingParams | BeamParams
+
+
+def params_from_dict(plain: Mapping[str, Any]) -> Params:
+    """The parameters of which `to_dict` made this."""
+    return BeamParams(**plain) if "width" in plain else SamplingParams(**plain)
+
+
+def _refuse_unknown(given: Collection[str], known: Sequence[str]) -> None:
+    """InvalidRequest, with the nearest known names, for the first name that is not known."""
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name[:64], known) or known
+            raise InvalidRequest(f"{reprlib.repr(name)}: no such field; known: {', '.join(close)}")
 
 
 def _optional_integer(field: str, given: object, low: int, high: int) -> int | None:

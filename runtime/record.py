@@ -17,7 +17,7 @@ from .errors import InvalidRequest
 from .loading import load_model
 from .model import Model
 from .outputs import Handle
-from .params import SamplingParams
+from .params import params_from_dict
 from .pins import PinnedPrefix
 from .plan import StepPlan
 from .tokenizer import Tokenizer
@@ -111,9 +111,9 @@ def _apply(engine: Engine, line: Line, seen: list[Line]) -> None:
     match line["op"]:
         case "submit":
             origin = {name: line[name] for name in ("namespace", "priority", "cache")}
-            engine.submit(line["tokens"], SamplingParams(**line["params"]), **origin)
+            engine.submit(line["tokens"], params_from_dict(line["params"]), **origin)
         case "fork":
-            params = SamplingParams(**line["params"]) if line["params"] is not None else None
+            params = params_from_dict(line["params"]) if line["params"] is not None else None
             where = {name: line[name] for name in ("text", "choice", "at")}
             engine.fork(Handle(line["parent"]), line["n"], params, **where)
         case "abort":

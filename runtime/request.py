@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from .beams import BeamSearch, Continuation, Hypothesis
 from .outputs import Choice, FinishReason, Handle, Output, Usage
-from .params import SamplingParams
+from .params import BeamParams, Params
 from .sequence import Sequence
 
 CacheUse = Literal["all", "prompt", "none"]
@@ -21,17 +22,21 @@ class Request:
     """`branches[i]` is choice i. While there is one branch of several choices, it stands for them all.
 
     `cache` says what of it is worth keeping once it has ended. Choice i draws on `paths[i]`, its k-th fork on that and
-    then k. A request that has ended is kept for forks until it is released.
+    then k. A request that has ended is kept for forks until it is released. With a `search`, the branches are its live
+    beams, best first, and in the end its hypotheses.
     """
 
     handle: Handle
-    params: SamplingParams
+    params: Params
     cache: CacheUse
     paths: tuple[Path, ...]
     branches: list[Sequence]
+    search: BeamSearch | None = None
     ancestors: frozenset[tuple[int, int]] = frozenset()  # the (number, choice) it was forked from, and those before
     num_forks: list[int] = field(default_factory=list)
     ended: dict[int, Choice] = field(default_factory=dict)  # by choice
+    _gone: list[Sequence] = field(default_factory=list)  # beams that were given up
+    _num_beams: int = 1  # ever made
 
     def __post_init__(self) -> None:
         self.num_forks = [0] * len(self.paths)
@@ -62,9 +67,49 @@ class Request:
         self.branches += [trunk.twin(choice, path) for choice, path in enumerate(self.paths[1:], 1)]
         return self.branches[1:]
 
+    def select(self, continuations: list[Continuation]) -> tuple[list[tuple[Sequence, Sequence]], list[Sequence]]:
+        """Go on with these beams of the present ones, their new tokens appended.
+
+        The new sequences, each with the one it is a fork of and shares everything but the token with; and the beams
+        that are given up. The first continuation of a beam takes it over.
+        """
+        beams, forked = self.branches, []
+        chosen: list[Sequence] = []
+        for continuation in continuations:
+            beam = parent = beams[continuation.parent]
+            if parent in chosen:
+                beam = parent.twin(self._num_beams, parent.path)
+                self._num_beams += 1
+                forked.append((parent, beam))
+            chosen.append(beam)
+        for beam, continuation in zip(chosen, continuations, strict=True):
+            beam.num_branches, beam.logits = 1, None
+            beam.append(continuation.token_id)
+        given_up = [beam for beam in beams if beam not in chosen]
+        self.branches = chosen
+        self._gone += given_up
+        return forked, given_up
+
+    def end_search(self, reason: FinishReason | None, error: str | None) -> None:
+        """The search is over, by itself or for `reason`: its hypotheses become the branches, if it has any."""
+        assert self.search is not None
+        hypotheses = self.search.hypotheses if reason is None else ()
+        beams, (*base, _) = self.branches, self.paths[0]
+        self.paths = tuple((*base, index) for index in range(max(1, len(hypotheses))))
+        self.num_forks = [0] * len(self.paths)
+        self._gone += beams
+        self.branches = [beams[0].twin(index, path) for index, path in enumerate(self.paths)]
+        for branch in self.branches:
+            branch.truncate(branch.output_start)
+        if reason is not None:
+            self.ended = {0: self.branches[0].output(reason, error, with_logprobs=False)}
+        for branch, hypothesis in zip(self.branches, hypotheses, strict=False):
+            self.ended[branch.choice] = _filled(branch, hypothesis)
+
     def end(self, sequence: Sequence, reason: FinishReason, error: str | None) -> list[Choice]:
         """Note how a branch ended; the choices that ended with it."""
-        choice = sequence.output(reason, error, with_logprobs=self.params.logprobs is not None)
+        with_logprobs = not isinstance(self.params, BeamParams) and self.params.logprobs is not None
+        choice = sequence.output(reason, error, with_logprobs=with_logprobs)
         indices = range(len(self.paths)) if len(self.branches) < len(self.paths) else [sequence.choice]
         choices = [replace(choice, index=index) for index in indices]
         self.ended |= {choice.index: choice for choice in choices}
@@ -74,7 +119,7 @@ class Request:
         """What the caller gets in the end: all choices, or the n best of them."""
         assert self.is_over
         choices = [self.ended[index] for index in range(len(self.paths))]
-        if self.params.is_ranked:
+        if not isinstance(self.params, BeamParams) and self.params.is_ranked:
             choices.sort(key=lambda choice: -self._merit(choice))
             choices = [replace(choice, index=index) for index, choice in enumerate(choices[: self.params.n])]
         trunk = self.branches[0]
@@ -93,10 +138,23 @@ class Request:
         return branch.total_logprob / branch.num_output_tokens
 
     def _usage(self) -> Usage:
+        paying = self.branches + self._gone
         return Usage(
             prompt_tokens=self.branches[0].output_start,
-            cached_tokens=sum(branch.cached_tokens for branch in self.branches),
-            computed_tokens=sum(branch.computed_tokens for branch in self.branches),
-            recomputed_tokens=sum(branch.recomputed_tokens for branch in self.branches),
+            cached_tokens=sum(branch.cached_tokens for branch in paying),
+            computed_tokens=sum(branch.computed_tokens for branch in paying),
+            recomputed_tokens=sum(branch.recomputed_tokens for branch in paying),
             completion_tokens=sum(branch.num_output_tokens for branch in self.branches),
         )
+
+
+def _filled(branch: Sequence, hypothesis: Hypothesis) -> Choice:
+    """Give a branch that has no output yet that of a hypothesis."""
+    for token_id in hypothesis.token_ids:
+        branch.append(token_id)
+    if branch.detokenizer is not None:
+        shown = hypothesis.token_ids[: -1 if hypothesis.finish_reason == "stop" else None]
+        branch.text = [branch.detokenizer.add(token_id) for token_id in shown]
+        branch.text.append(branch.detokenizer.flush())
+    choice = branch.output(hypothesis.finish_reason, None, with_logprobs=False)
+    return replace(choice, score=hypothesis.score)

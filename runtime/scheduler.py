@@ -68,6 +68,7 @@ class Scheduler:
         if plan.entries:
             return
         ordered = self.running[:1] + sorted(self.running[1:], key=lambda s: -s.priority)
+        ordered = [s for s in ordered if s.logits is None]
         decoding = [s for s in ordered if s.is_decoding]
         prefilling = [s for s in ordered if not s.is_decoding]
         for sequence in decoding:
@@ -208,8 +209,9 @@ class Scheduler:
         Looks at the oldest `admission_window` that were not preempted, which bounds the look-ups; ageing brings every
         one into it.
         """
-        preempted = [s for s in self.waiting if s.was_preempted]
-        others = (s for s in self.waiting if not s.was_preempted)
+        waiting = [s for s in self.waiting if s.logits is None]
+        preempted = [s for s in waiting if s.was_preempted]
+        others = (s for s in waiting if not s.was_preempted)
         window = itertools.islice(others, self.config.admission_window)
         found = [(sequence, self._match(sequence)) for sequence in itertools.chain(preempted, window)]
 
@@ -300,7 +302,9 @@ class Scheduler:
         require(len({s.key for s in queued}) == len(queued), "a sequence is queued twice")
         require(all(s.table is None for s in self.waiting), "a waiting sequence holds pages")
         require(all(s.table is not None and not s.table.closed for s in self.running), "a running one holds no pages")
-        require(all(0 <= s.computed_len < s.num_tokens for s in queued), "a sequence has nothing left to be fed")
+        for s in queued:
+            fed_at_most = s.num_tokens - (s.logits is None)
+            require(0 <= s.computed_len <= fed_at_most, "a sequence has nothing left to be fed")
         for queue in (self.waiting, self.running):
             require(queue == sorted(queue, key=_age), "a queue is out of order")
         require(all(s in queued for s in self.isolated), "an ended sequence is kept for a rerun")

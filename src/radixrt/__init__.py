@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from radixrt.radix import RadixrtError
     from radixrt.runtime import (
+        BeamParams,
         ChoiceEvent,
         Engine,
         FinishEvent,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "BeamParams",
     "ChoiceEvent",
     "Engine",
     "FinishEvent",

@@ -16,7 +16,7 @@ import torch
 import transformers as hf
 
 from radixrt.kernels.plan import AttentionPlan
-from radixrt.runtime import Engine, FinishEvent, SamplingParams, engine as engine_module
+from radixrt.runtime import Engine, FinishEvent, SamplingParams, loop as loop_module
 from radixrt.runtime.batch import Batch
 from radixrt.runtime.sampler import SamplerRow, sample
 from radixrt.runtime.transformer import TransformerModel
@@ -89,7 +89,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Logits:
                 raise Different(place)
         return sample(rows_of_logits, rows)
 
-    monkeypatch.setattr(engine_module, "sample", look)
+    monkeypatch.setattr(loop_module, "sample", look)
     return logits
 
 

@@ -1,4 +1,4 @@
-"""SamplingParams: what is accepted and how it is stored, what is refused and in which words."""
+"""SamplingParams and BeamParams: what is accepted and how it is stored, what is refused and in which words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from radixrt.runtime.errors import InvalidRequest
-from radixrt.runtime.params import MAX_STOP_CHARS, MAX_STOPS, SamplingParams
+from radixrt.runtime.params import MAX_STOP_CHARS, MAX_STOPS, BeamParams, SamplingParams
 
 
 class Endless(Sequence[Any]):
@@ -59,12 +59,27 @@ REFUSED: list[tuple[str, list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("field", "values"), REFUSED, ids=[field for field, _ in REFUSED])
-def test_refusals_are_one_line_that_names_field_given_and_allowed(field: str, values: list[Any]) -> None:
+BEAM_REFUSED: list[tuple[str, list[Any]]] = [
+    ("width", [0, -1, 257, 1.0, True, None, "4", [4]]),
+    ("max_tokens", [0, -1, 2**31, 1.0, True, None]),
+    ("min_tokens", [-1, 65, 0.0, False, None]),
+    ("length_penalty", [-4.1, 4.1, NAN, INF, -INF, None, True, "1", 10**400]),
+    ("early_stopping", [0, 1, None, "always", "", np.zeros(3), [True]]),
+    ("num_return", [0, 5, -1, 1.0, True, "1"]),
+    ("stop_token_ids", [[-1], [2**31], [1.0], ["1"], 5, None, [1] * 129, Endless()]),
+    ("ignore_eos", [0, 1, None, "yes"]),
+]
+ALL_REFUSED = [(SamplingParams, *row) for row in REFUSED] + [(BeamParams, *row) for row in BEAM_REFUSED]
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "values"), ALL_REFUSED, ids=[f"{kind.__name__}-{field}" for kind, field, _ in ALL_REFUSED]
+)
+def test_refusals_are_one_line_that_names_field_given_and_allowed(kind: Any, field: str, values: list[Any]) -> None:
     for value in values:
         start = time.perf_counter()
         with pytest.raises(InvalidRequest) as caught:
-            SamplingParams(**{field: value})
+            kind(**{field: value})
         assert time.perf_counter() - start < 1
         line = str(caught.value)
         assert line.startswith(f"{field}: ")
@@ -162,3 +177,37 @@ def test_what_ends_a_sequence() -> None:
 def test_round_trips(params: SamplingParams) -> None:
     assert SamplingParams(**json.loads(json.dumps(params.to_dict()))) == params
     assert pickle.loads(pickle.dumps(params)) == params
+
+
+def test_beams_that_a_vocabulary_cannot_fill_are_refused() -> None:
+    params = BeamParams(width=6, stop_token_ids=[3, 4])
+    params.check_against(9, eos_token_ids=frozenset({3, 5}))
+    with pytest.raises(InvalidRequest, match=r"width: 6 given; allowed: at most 5, the number of token ids that end"):
+        params.check_against(8, eos_token_ids=frozenset({3, 5}))
+    replace(params, ignore_eos=True).check_against(8, eos_token_ids=frozenset({3, 5}))
+    with pytest.raises(InvalidRequest, match=r"stop_token_ids: 4 given; allowed: ids in \[0, 4\)"):
+        params.check_against(4)
+
+
+def test_unknown_beam_fields_are_refused_with_close_names() -> None:
+    with pytest.raises(InvalidRequest, match=r"'num_returned': no such field; known: num_return"):
+        BeamParams(**{"num_returned": 5})  # type: ignore[arg-type]
+
+
+@given(
+    st.builds(
+        BeamParams,
+        width=st.integers(8, 256),
+        max_tokens=st.integers(50, 100),
+        min_tokens=st.integers(0, 50),
+        length_penalty=st.floats(-4, 4),
+        early_stopping=st.sampled_from([False, True, "never"]),
+        num_return=st.none() | st.integers(1, 8),
+        stop_token_ids=st.sets(st.integers(0, 99), max_size=5),
+        ignore_eos=st.booleans(),
+    )
+)
+def test_beam_params_round_trip(params: BeamParams) -> None:
+    assert BeamParams(**json.loads(json.dumps(params.to_dict()))) == params
+    assert pickle.loads(pickle.dumps(params)) == params
+    assert hash(params) == hash(replace(params))
