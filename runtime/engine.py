@@ -5,8 +5,10 @@ Knows nothing of sockets, threads or clocks. It checks and records what is asked
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,6 +21,7 @@ from .errors import InvalidRequest
 from .intake import Intake
 from .loading import load_model
 from .loop import Loop
+from .meter import Waits
 from .model import Model
 from .outputs import Event, FinishEvent, Handle, Output
 from .params import BeamParams, Params, SamplingParams
@@ -41,6 +44,7 @@ class EngineStats:
     """Counts since the start (`counters`), what lives now, and the cache's own counts."""
 
     counters: Counters
+    waits: Waits
     num_running: int  # sequences: each choice counts
     num_waiting: int
     cache: CacheStats
@@ -52,7 +56,8 @@ class Engine:
     `model` is the name or path of a model (loaded in `dtype` on `device`, with its tokenizer) or an object that
     implements `Model`, then with its `tokenizer` where prompts or outputs are text. `exact` asks that nothing but a
     prompt and its parameters changes an answer, to the bit; by default it holds wherever model and machine allow it.
-    `threads` are torch's, in the whole process. Further settings: `EngineConfig`.
+    `threads` are torch's, in the whole process. `clock` gives seconds, for `stats` alone. Further settings:
+    `EngineConfig`.
     Not thread-safe; a caller with threads gives the engine one of its own.
     """
 
@@ -65,6 +70,7 @@ class Engine:
         device: str = "cpu",
         exact: bool | None = None,
         threads: int | None = None,
+        clock: Callable[[], float] = perf_counter,
         **settings: Any,
     ) -> None:
         config = EngineConfig.of(settings)
@@ -87,7 +93,7 @@ class Engine:
         self._intake = Intake(
             self.model, self.tokenizer, seed=config.seed, num_pages=num_pages, page_size=config.page_size
         )
-        self._loop = Loop(self.model, self.config, self._recorder)
+        self._loop = Loop(self.model, self.config, self._recorder, clock)
         self._closed = False
         self._recorder.start(self.model, self.config)
 
@@ -303,6 +309,7 @@ class Engine:
     def stats(self) -> EngineStats:
         return EngineStats(
             counters=replace(self._loop.counters),
+            waits=self._loop.meter.waits(),
             num_running=len(self._loop.scheduler.running),
             num_waiting=len(self._loop.scheduler.waiting),
             cache=self._loop.cache.stats(),

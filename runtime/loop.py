@@ -6,7 +6,7 @@ Knows nothing of what a caller may ask: requests come checked. One thread, no cl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from radixrt.radix import RadixCache
 
 from .config import EngineConfig
 from .counting import Counters
+from .meter import Meter
 from .model import Forward, Model
 from .outputs import ChoiceEvent, Event, FinishEvent, FinishReason, Handle, TokenEvent
 from .pins import Pins
@@ -32,7 +33,7 @@ from .sequence import Sequence
 class Loop:
     """Everything of one engine that a step moves."""
 
-    def __init__(self, model: Model, config: EngineConfig, recorder: Recorder) -> None:
+    def __init__(self, model: Model, config: EngineConfig, recorder: Recorder, clock: Callable[[], float]) -> None:
         """`config` with its number of pages resolved, and the model's pool allocated."""
         assert config.num_pages is not None, "the pool's size was resolved"
         self._model = model
@@ -41,6 +42,7 @@ class Loop:
         self._freed: list[int] = []  # since the last step, for the record
         self.cache = self._new_cache()
         self.counters = Counters()
+        self.meter = Meter(clock)
         self.pins = Pins(self.cache, int(config.pin_budget * config.num_pages))
         self.scheduler = Scheduler(self.cache, config, self.counters, self.pins)
         self.requests = Registry(keep_finished=config.keep_finished, finished_ttl=config.finished_ttl)
@@ -128,6 +130,7 @@ class Loop:
         self.counters.add_step(plan)
         sick = set(plan.entries) - set(sound)
         for entry in plan.entries:
+            self.meter.started(entry.sequence)
             self.scheduler.succeeded(entry.sequence)
             if entry.sequence.table is None:
                 continue  # ended with another beam of its request
@@ -158,6 +161,7 @@ class Loop:
         text = sequence.detokenizer.add(token_id) if sequence.detokenizer is not None and not ends else ""
         sequence.append(token_id)
         sequence.note(text, sampled.logprobs)
+        self.meter.sampled(sequence)
         if not sequence.params.is_ranked:
             event = TokenEvent(
                 handle=sequence.handle,
@@ -197,6 +201,7 @@ class Loop:
     def start(self, request: Request) -> None:
         self.requests.add(request)
         for branch in request.branches:
+            self.meter.submitted(branch)
             self.scheduler.enqueue(branch)
 
     def share(self, parent: Sequence, child: Sequence, max_len: int) -> None:
@@ -233,6 +238,7 @@ class Loop:
         if sequence.table is not None and self._config.prefix_cache and reason != "error":
             self.cache.publish(sequence.table, tail=True)
         self.scheduler.remove(sequence)
+        self.meter.ended(sequence)
         text = sequence.detokenizer.flush() if sequence.detokenizer is not None else ""
         sequence.note(text, None)
         for choice in request.end(sequence, reason, error):
@@ -252,6 +258,7 @@ class Loop:
 
     def _finish(self, request: Request) -> None:
         """All choices have ended."""
+        self.meter.finished(request.handle.number)
         self.requests.end(request, self.step)
         self._forget_useless(request)
         self._tell(FinishEvent(handle=request.handle, output=request.output()))

@@ -71,35 +71,39 @@ class Meter:
         self._clock = clock
         self._queue, self._first_token, self._between_tokens = _Histogram(), _Histogram(), _Histogram()
         self._num_failures = 0
-        self._since: dict[tuple[int, int], float] = {}  # by key: when it was submitted, or had its last token
-        self._queued: set[tuple[int, int]] = set()
+        self._submitted: dict[int, float] = {}  # by request
+        self._queued: set[int] = set()
+        self._last: dict[tuple[int, int], float] = {}  # by choice: when it had its last token
 
     def submitted(self, sequence: Sequence) -> None:
-        now = self._now()
-        if now is not None:
-            self._since[sequence.key] = now
-            self._queued.add(sequence.key)
+        if (now := self._now()) is not None:
+            self._submitted[sequence.number] = now
+            self._queued.add(sequence.number)
 
     def started(self, sequence: Sequence) -> None:
-        """Its first row is in a plan; later starts, after a preemption, count nowhere."""
-        if sequence.key in self._queued and (now := self._now()) is not None:
-            self._queued.remove(sequence.key)
-            self._queue.add(now - self._since[sequence.key])
+        """A row of it ran; later starts, after a preemption, count nowhere."""
+        if sequence.number in self._queued and (now := self._now()) is not None:
+            self._queued.remove(sequence.number)
+            self._queue.add(now - self._submitted[sequence.number])
 
     def sampled(self, sequence: Sequence) -> None:
-        """It has one more token. A choice that begins beside another waited as long as that one."""
-        now = self._now()
-        if now is None:
+        """It has one more token."""
+        if (now := self._now()) is None:
             return
-        since = self._since.get(sequence.key, self._since.get((sequence.number, 0)))
-        if since is not None:
-            histogram = self._first_token if sequence.num_output_tokens == 1 else self._between_tokens
-            histogram.add(now - since)
-        self._since[sequence.key] = now
+        if sequence.key in self._last:
+            self._between_tokens.add(now - self._last[sequence.key])
+        elif sequence.number in self._submitted:
+            self._first_token.add(now - self._submitted[sequence.number])
+        self._last[sequence.key] = now
 
     def ended(self, sequence: Sequence) -> None:
-        self._since.pop(sequence.key, None)
-        self._queued.discard(sequence.key)
+        """A choice has ended."""
+        self._last.pop(sequence.key, None)
+
+    def finished(self, number: int) -> None:
+        """A request has ended."""
+        self._submitted.pop(number, None)
+        self._queued.discard(number)
 
     def waits(self) -> Waits:
         return Waits(
