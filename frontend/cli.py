@@ -1,4 +1,4 @@
-"""The `radixrt` command: generate, demo, verify, info, replay.
+"""The `radixrt` command: generate, demo, verify, info, plan, replay.
 
 Knows nothing of models or caching. Imports of the runtime stand inside the commands, because torch comes with it.
 """
@@ -140,6 +140,57 @@ def info(
             width = get_terminal_size().columns
             for name, value in facts(engine):
                 typer.echo(fill(f"{name:<17}{value}", width, subsequent_indent=" " * 17))
+
+
+@app.command()
+def plan(
+    lengths: Annotated[
+        Path | None, typer.Option(help="CSV file of prompt and output lengths, or lines of PROMPT,OUTPUT.")
+    ] = None,
+    prompt: Annotated[float | None, typer.Option(help="Instead of a file: tokens of every prompt.")] = None,
+    output: Annotated[float | None, typer.Option(help="And of every output.")] = None,
+    shared_prefix: Annotated[int, typer.Option(help="Tokens before every prompt, the same in all.")] = 0,
+    max_len: Annotated[
+        int | None, typer.Option(help="Longest request, prompt and output.", show_default="the model's context")
+    ] = None,
+    kv_memory: Annotated[str, typer.Option("--memory", "--kv-memory", help="Size of the KV pool.")] = "512MiB",
+    page_size: PageSize = 16,
+    dtype: Dtype = "float32",
+    model: Annotated[str, typer.Option(help="Name, directory or hub id; its config is read.")] = "smollm2-135m",
+    num_layers: Annotated[int | None, typer.Option("--layers", help="Instead of a model: its layers.")] = None,
+    num_kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Heads with keys of their own.")] = None,
+    head_dim: Annotated[int | None, typer.Option("--head-dim", help="Width of one head.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it into this .png or .svg (needs matplotlib).")] = None,
+) -> None:
+    """Say how many requests a KV pool runs at once: reserved at full length, in powers of two, in pages, shared.
+
+    Figures are averages over time of a pool that always has requests waiting.
+    """
+    with plain_errors():
+        given = dict(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        numbers = {name: value for name, value in given.items() if value is not None}
+        if 0 < len(numbers) < len(given):
+            fail("geometry: --layers, --kv-heads and --head-dim go together; give all three or a --model")
+        alike = (prompt, output) if prompt is not None and output is not None else None
+        if (lengths is None) == (alike is None) or (prompt is None) != (output is None):
+            fail("lengths: give either --lengths FILE or both --prompt and --output")
+        from radixrt.runtime import KVGeometry
+
+        from .planner import plan as plan_capacity
+
+        made = plan_capacity(
+            KVGeometry(**numbers) if numbers else model,
+            lengths=lengths or alike or (),
+            kv_memory=kv_memory,
+            dtype=dtype,
+            page_size=page_size,
+            max_len=max_len,
+            shared_prefix=shared_prefix,
+        )
+        typer.echo(str(made))
+        if plot is not None:
+            made.plot(plot)
+            note(f"drawn into {plot}")
 
 
 @app.command()

@@ -35,6 +35,15 @@ def printable(text: str) -> str:
     )
 
 
+def bytes_text(num_bytes: float) -> str:
+    """A size in the largest unit that it has at least one of, as `512 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} TiB"
+
+
 @contextmanager
 def plain_errors() -> Iterator[None]:
     """Turns what a user can cause into a line and an exit code: 2 for what was refused, 130 for Ctrl-C.

@@ -6,6 +6,7 @@ from .config import EngineConfig
 from .counting import Counters, trie_size
 from .engine import Engine, EngineStats
 from .errors import InvalidRequest, ModelError
+from .geometry import KVGeometry
 from .loading import load_model
 from .model import Forward, Model
 from .outputs import (
@@ -42,6 +43,7 @@ __all__ = [
     "Forward",
     "Handle",
     "InvalidRequest",
+    "KVGeometry",
     "Logprob",
     "Model",
     "ModelError",

@@ -40,7 +40,7 @@ def default_model(*, progress: bool = False) -> Path:
     ModelError where the package is missing or the cache cannot be written.
     """
     target = cache_dir() / DEFAULT_MODEL
-    if _complete(target):
+    if is_converted():
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -52,6 +52,11 @@ def default_model(*, progress: bool = False) -> Path:
     except Exception as error:  # each of the libraries that write has its own for a full disk
         raise _unwritable(target.parent, error) from error
     return target
+
+
+def is_converted() -> bool:
+    """The default model's directory is there, whole."""
+    return _complete(cache_dir() / DEFAULT_MODEL)
 
 
 @contextmanager

@@ -8,12 +8,13 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .conversion import DEFAULT_MODEL, default_model, quiet_transformers
+from .conversion import DEFAULT_MODEL, default_model, find_gguf, is_converted, quiet_transformers
 from .errors import ModelError, first_line
 from .tokenizer import HFTokenizer
 from .transformer import TransformerModel
@@ -21,6 +22,7 @@ from .transformer import TransformerModel
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 _PARAMETERS = (".weight", ".bias")
+_CONFIG, _WEIGHTS = "config.json", "*.safetensors"
 
 
 def resolve(name: str | Path, *, progress: bool = False) -> str:
@@ -28,13 +30,43 @@ def resolve(name: str | Path, *, progress: bool = False) -> str:
 
     The default model is converted first if need be. Raises ModelError for a path where no model is.
     """
-    if not isinstance(name, (str, Path)):
-        raise ModelError(f"{_called(name)}: neither text nor a path; give a directory, a hub id or {DEFAULT_MODEL!r}")
     if str(name) == DEFAULT_MODEL:
         return str(default_model(progress=progress))
+    return _source(name, _CONFIG, _WEIGHTS)
+
+
+def load_config(name: str | Path) -> Any:
+    """transformers' config of a model, the part about text, by name, path or hub id. Reads no weights.
+
+    ModelError where it cannot be had.
+    """
+    from transformers import AutoConfig
+
+    options: dict[str, Any] = {"trust_remote_code": False}
+    if str(name) != DEFAULT_MODEL:
+        source = _source(name, _CONFIG)
+    elif is_converted():
+        source = str(default_model())
+    else:  # as it comes, since a conversion unpacks the weights
+        gguf = find_gguf()
+        source, options["gguf_file"] = str(gguf.parent), gguf.name
+    is_path = os.path.isdir(source)
+    unreachable = None if is_path else _ask_hub(source)
+    try:
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(source, local_files_only=is_path or unreachable is not None, **options)
+    except Exception as error:
+        raise _load_error(name, error, unreachable, is_path=is_path) from error
+    return config.get_text_config(decoder=True)
+
+
+def _source(name: str | Path, *needed: str) -> str:
+    """The directory `name`, which must hold what is `needed`, or the hub id; ModelError for what is neither."""
+    if not isinstance(name, (str, Path)):
+        raise ModelError(f"{_called(name)}: neither text nor a path; give a directory, a hub id or {DEFAULT_MODEL!r}")
     path = os.path.expanduser(name) if str(name) else ""
     if os.path.isdir(path):  # unlike Path.is_dir, no error for names that no file system takes
-        _require_model(name, Path(path))
+        _require_files(name, Path(path), needed)
         return path
     if os.path.exists(path):
         raise ModelError(f"{_called(name)}: that is a file; give a directory with config.json and *.safetensors")
@@ -60,7 +92,7 @@ def load_model(
     `exact` and `cpu_kernel` as for TransformerModel. Only safetensors are read, and no code that comes with a model
     is ever run. Raises ModelError with one line: what was asked, what was there, what to do.
     """
-    resolved_dtype, resolved_device = _dtype(dtype), _device(device)
+    resolved_dtype, resolved_device = dtype_named(dtype), _device(device)
     source = resolve(name, progress=progress)
     is_path = Path(source).is_dir()
     unreachable = None if is_path else _ask_hub(source)
@@ -141,12 +173,12 @@ def _ask_hub(hub_id: str) -> str | None:
     return None
 
 
-def _require_model(name: str | Path, path: Path) -> None:
+def _require_files(name: str | Path, path: Path, needed: Sequence[str]) -> None:
     try:
         found = sorted(os.listdir(path))
     except OSError as error:
         raise ModelError(f"{_called(name)}: the directory cannot be read ({first_line(error)})") from error
-    missing = [what for what in ("config.json", "*.safetensors") if not fnmatch.filter(found, what)]
+    missing = [what for what in needed if not fnmatch.filter(found, what)]
     if missing:
         listing = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "") if found else "nothing"
         raise ModelError(
@@ -155,7 +187,8 @@ def _require_model(name: str | Path, path: Path) -> None:
         )
 
 
-def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+def dtype_named(dtype: str | torch.dtype) -> torch.dtype:
+    """One of the dtypes that are served; ModelError for any other."""
     known = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(str(dtype))
     if known is None or known not in _DTYPES.values():
         raise ModelError(f"dtype {str(dtype)!r} was asked for; served are {', '.join(_DTYPES)}")

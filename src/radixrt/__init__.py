@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from radixrt.frontend.planner import CapacityPlan, plan
     from radixrt.radix import RadixrtError
     from radixrt.runtime import (
         BeamParams,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         FinishEvent,
         Handle,
         InvalidRequest,
+        KVGeometry,
         ModelError,
         Output,
         SamplingParams,
@@ -29,20 +31,28 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BeamParams",
+    "CapacityPlan",
     "ChoiceEvent",
     "Engine",
     "FinishEvent",
     "Handle",
     "InvalidRequest",
+    "KVGeometry",
     "ModelError",
     "Output",
     "RadixrtError",
     "SamplingParams",
     "TokenEvent",
     "__version__",
+    "plan",
 ]
 
-_RADIX = {"RadixrtError"}  # known without loading torch
+# Where names live that are not the runtime's; the cache's are known without loading torch.
+_HOMES = {
+    "CapacityPlan": "radixrt.frontend.planner",
+    "RadixrtError": "radixrt.radix",
+    "plan": "radixrt.frontend.planner",
+}
 
 
 if not TYPE_CHECKING:  # a type checker that sees a module's __getattr__ accepts every name
@@ -54,7 +64,7 @@ if not TYPE_CHECKING:  # a type checker that sees a module's __getattr__ accepts
         if name == "__version__":
             value = _installed_version()
         else:
-            value = getattr(import_module("radixrt.radix" if name in _RADIX else "radixrt.runtime"), name)
+            value = getattr(import_module(_HOMES.get(name, "radixrt.runtime")), name)
         globals()[name] = value
         return value
 

