@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from radixrt.runtime import Engine, Output, SamplingParams, load_model, trie_size
+from radixrt.runtime import BeamParams, Engine, Output, SamplingParams, load_model, trie_size
 from radixrt.runtime.conversion import quiet_transformers
+from radixrt.runtime.intake import branch_pages
 from radixrt.runtime.tokenizer import HFTokenizer
 from radixrt.runtime.transformer import TransformerModel
 
@@ -46,6 +47,7 @@ class Reference:
             model = AutoModelForCausalLM.from_pretrained(
                 file.parent, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
             )
+        self._model = model
         self.tokens: list[tuple[int, ...]] = []
         self.gaps: list[list[float]] = []
         for prompt in prompts:
@@ -61,6 +63,22 @@ class Reference:
             self.tokens.append(tuple(out.sequences[0, len(prompt) :].tolist()))
             best = [logits[0].topk(2).values for logits in out.scores]
             self.gaps.append([float(two[0] - two[1]) for two in best])
+
+    def beams(self, prompt: list[int], params: BeamParams) -> list[tuple[tuple[int, ...], float]]:
+        """Ids and scores of its beam search, best first."""
+        out = self._model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            num_beams=params.width,
+            num_return_sequences=params.width,
+            min_new_tokens=params.min_tokens,
+            max_new_tokens=params.max_tokens,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        found = [tuple(ids) for ids in out.sequences[:, len(prompt) :].tolist()]
+        return list(zip(found, out.sequences_scores.tolist(), strict=True))
 
     def compare(self, outputs: list[Output]) -> int:
         """Asserts that all are equal but for ties, at most 1 in 20; returns how many differ, from a tie on."""
@@ -198,3 +216,21 @@ def test_32_prompts_share_2000_tokens_cold(default: Default, profile: str) -> No
     assert engine.stats().counters.computed == trie_size(prompts)
     assert engine.stats().counters.recomputed_for_logits == 0
     audit(engine)
+
+
+BEAM_TOKENS = 24
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_beam_search_finds_what_transformers_finds(default: Default, width: int) -> None:
+    """Ids, order and scores, all prompts at once; with too few pages for that, too."""
+    params = BeamParams(width=width, max_tokens=BEAM_TOKENS, min_tokens=BEAM_TOKENS)
+    expected = [default.reference.beams(prompt, params) for prompt in default.prompts]
+    need = max(branch_pages(len(prompt), len(prompt) + BEAM_TOKENS, width, 16) for prompt in default.prompts)
+    for num_pages in (512, 2 * need):
+        engine = default.engine(num_pages=num_pages)
+        for output, answer in zip(engine.beam_search(default.prompts, params), expected, strict=True):
+            assert [choice.token_ids for choice in output.choices] == [ids for ids, _ in answer]
+            for choice, (_, score) in zip(output.choices, answer, strict=True):
+                assert choice.score == pytest.approx(score, abs=1e-5)
+        audit(engine)
