@@ -40,6 +40,25 @@ def insert(cache: RadixCache, tokens: IntArray, *, tail: bool = False) -> None:
     cache.close(table)
 
 
+def serve(cache: RadixCache, tokens: IntArray) -> int:
+    """A prompt from open to close in a cache of any size, admitted whatever it displaces; return the tokens it hit.
+
+    One that is longer than the cache runs on its beginning.
+    """
+    tokens = tokens[: cache.num_pages * cache.page_size]
+    table = cache.open(tokens)
+    hit_len = table.seq_len
+    plan = cache.extend(table, tokens[hit_len:])
+    if plan is None:  # the copy of a borrowed page is one page too many
+        cache.truncate(table, hit_len // cache.page_size * cache.page_size)
+        plan = cache.extend(table, tokens[table.seq_len :])
+    assert plan is not None, "everything else can be evicted"
+    cache.copies_done(plan)
+    cache.publish(table, tail=True)
+    cache.close(table)
+    return hit_len
+
+
 def insert_over(cache: RadixCache, tokens: IntArray) -> None:
     """Publish a copy that was computed apart: a full walk that finds everything, and moves the table over to it."""
     table = cache.open(tokens[:0])

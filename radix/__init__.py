@@ -16,7 +16,7 @@ from .errors import (
     RadixrtError,
     require,
 )
-from .policy import LRU, EvictionPolicy
+from .policy import LRU, LRU2, POLICIES, Duel, EvictionPolicy
 from .pool import PagePool
 from .table import PageTable, Pin
 from .tokens import IntArray, Tokens, agreement, as_tokens, page_key
@@ -25,11 +25,14 @@ from .values import CacheStats, Explanation, Match, PageCopy, WritePlan
 
 __all__ = [
     "LRU",
+    "LRU2",
+    "POLICIES",
     "BrokenInvariant",
     "CacheError",
     "CacheStats",
     "ClosedTable",
     "DoubleRelease",
+    "Duel",
     "EvictionPolicy",
     "Explanation",
     "IntArray",

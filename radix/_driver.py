@@ -41,6 +41,7 @@ class Driver:
             (self._copy, 2),
             (self._confirm, 2),
             (self._evict, 3),
+            (self._drop, 3),
             (self._pin, 2),
             (self._unpin, 2),
             (self._use_closed, 1),
@@ -87,7 +88,8 @@ class Driver:
         namespace, tokens = self._sequence()
         if len(self.simulation.tables) >= MAX_TABLES:
             return self._close()
-        handle = self.simulation.open(namespace=namespace, tokens=tokens, label=f"r{self.simulation.now}")
+        priority, label = (0, 0, 0, 2, -1)[self._below(5)], f"r{self.simulation.now}"
+        handle = self.simulation.open(namespace=namespace, tokens=tokens, label=label, priority=priority)
         if rest := tokens[len(self.simulation.tables[handle].tokens) :]:
             self.simulation.extend(handle=handle, tokens=rest)
         return None
@@ -150,6 +152,12 @@ class Driver:
 
     def _evict(self) -> None:
         self.simulation.evict(num_pages=(0, 1, 2, self.simulation.num_pages, 10**9)[self._below(5)])
+
+    def _drop(self) -> None:
+        recent = self.simulation.recent
+        namespace, tokens = recent[self._below(len(recent))] if self._below(4) else self._sequence()
+        keep_len = self._below(len(tokens) + 2) if self._below(2) else 0
+        self.simulation.drop(namespace=namespace, tokens=tokens, keep_len=keep_len)
 
     def _pin(self) -> None:
         if len(self.simulation.pins) < 2:

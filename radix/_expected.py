@@ -42,6 +42,7 @@ class Live:
     page_ids: list[int]
     known: int
     written: int
+    priority: int
 
     @property
     def waits(self) -> bool:
@@ -56,7 +57,7 @@ class Live:
 
 @dataclass(slots=True, kw_only=True)
 class Expected:
-    """The whole expected state; `totals` counts opened, opened_tokens, hit_tokens, copied_pages, evicted_pages."""
+    """The whole expected state; `totals` counts what the cache's statistics count since the start."""
 
     page_size: int
     tree: ReferenceTree
@@ -84,6 +85,10 @@ class Expected:
         """The pages that a table, a pin or a copy holds."""
         return {page for page_ids in self._holders() for page in page_ids}
 
+    def pinned(self) -> set[int]:
+        """The pages that a pin holds."""
+        return {page for _, page_ids in self.pins.values() for page in page_ids}
+
     def need(self, live: Live, seq_len: int, shared_len: int) -> tuple[int, range, bool]:
         """How many pages an extend to `seq_len` allocates, which it takes from its leader, whether it copies one."""
         has = len(live.page_ids)
@@ -110,6 +115,7 @@ class Expected:
         self._audit_stats(cache)
         memory = self.device.settled()
         for page in self.tree.pages.values():
+            equal(cache.tree.priority[page.page], page.priority, f"priority of page {page.page}")
             equal(memory[page.page, : len(page.paths)].tolist(), page.paths.tolist(), f"content of page {page.page}")
         for live in self.tables.values():
             self.audit_table(live, memory)
@@ -145,6 +151,8 @@ class Expected:
             "num_held": len(held & self.tree.owner.keys()),
             "num_tables": len(self.tables),
             "num_pins": len(self.pins),
+            "num_pinned": len(self.pinned()),
+            "policy": self.tree.policy.name,
             "num_copies": len(self.device.copies()),
             "num_leaves": self.tree.num_leaves(),
         }

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Path = int
-"""A whole token path (namespace included) as one number; what a slot of the simulated device memory holds."""
+from ._ranking import Path, ReferencePolicy, Uses
 
 
 def namespace_path(namespace: str) -> Path:
@@ -46,14 +45,16 @@ class CachedPage:
     parent: Path
     tokens: tuple[int, ...]
     paths: NDArray[np.int64]
-    heat: int
+    uses: Uses
+    priority: int
 
 
 class ReferenceTree:
     """The cached pages by the path of their last token. Every method costs O(pages); the clock is the caller's."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, policy: ReferencePolicy) -> None:
         self.page_size = page_size
+        self.policy = policy
         self.pages: dict[Path, CachedPage] = {}
         self.owner: dict[int, Path] = {}
         self._children: dict[Path, set[Path]] = {}
@@ -72,13 +73,21 @@ class ReferenceTree:
         return found, max((agreement(child.tokens, rest) for child in self.children(parent)), default=0)
 
     def publish(
-        self, namespace: str, tokens: Sequence[int], page_ids: Sequence[int], now: int, *, tail: bool
+        self,
+        namespace: str,
+        tokens: Sequence[int],
+        page_ids: Sequence[int],
+        now: int,
+        *,
+        start: int,
+        tail: bool,
+        priority: int,
     ) -> list[int]:
-        """Add the pages of `tokens`, with `tail` the partial last one too; what is there already stays as it is.
+        """Add the pages of `tokens` from index `start` on, with `tail` the partial last one too.
 
-        Returns the pages that the table must have afterwards. Heats the path if something was added.
+        Full pages that are there already stay and are used. Returns the pages that the table must have afterwards.
         """
-        parent, pages, touched, grown = namespace_path(namespace), list(page_ids), list[Path](), False
+        parent, pages = namespace_path(namespace), list(page_ids)
         for index in range(len(page_ids)):
             page_tokens = tuple(tokens[index * self.page_size : (index + 1) * self.page_size])
             if len(page_tokens) < self.page_size and not tail:
@@ -87,22 +96,31 @@ class ReferenceTree:
             path = int(paths[-1])
             if path in self.pages and len(page_tokens) == self.page_size:
                 pages[index] = self.pages[path].page
+                self.use([path] if index >= start else [], now, priority)
             elif any(agreement(child.tokens, page_tokens) == len(page_tokens) for child in self.children(parent)):
                 break
             else:
-                self._supersede(parent, page_tokens)
-                self._add(CachedPage(page=pages[index], parent=parent, tokens=page_tokens, paths=paths, heat=now))
-                grown = True
-            touched.append(path)
+                superseded = self._supersede(parent, page_tokens)
+                new = CachedPage(
+                    page=pages[index],
+                    parent=parent,
+                    tokens=page_tokens,
+                    paths=paths,
+                    uses=Uses(self.policy.ghosts.pop(path), now),
+                    priority=priority,
+                )
+                for page in superseded:
+                    new.uses.inherit(page.uses)
+                    new.priority = max(new.priority, page.priority)
+                self._add(new)
             parent = path
-        if grown:
-            self.touch(touched, now)
         return pages
 
-    def touch(self, paths: Sequence[Path], now: int) -> None:
-        """Heat the edges that `paths`, one path from the root, lies on; the last edge as a whole."""
-        for path in (*paths, *(self._edge(paths[-1]) if paths else ())):
-            self.pages[path].heat = now
+    def use(self, paths: Sequence[Path], now: int, priority: int) -> None:
+        """Heat these pages, and raise their priority."""
+        for path in paths:
+            self.pages[path].uses.again(now)
+            self.pages[path].priority = max(self.pages[path].priority, priority)
 
     def evictable(self, held: Collection[int]) -> int:
         """How many pages tail-first eviction can reach past the pages in `held`."""
@@ -120,10 +138,23 @@ class ReferenceTree:
         evicted = []
         for _ in range(num_pages):
             leaves = (p for p, cached in self.pages.items() if not self._children.get(p) and cached.page not in held)
-            coldest = min(leaves, key=lambda p: (self.pages[p].heat, self.pages[p].page not in freed))
-            evicted.append(self.pages[coldest].page)
-            self._remove(coldest)
+            coldest = min(leaves, key=lambda p: self._rank(self.pages[p], freed))
+            self.policy.ghosts.add(coldest, self.pages[coldest].uses.last)
+            evicted.append(self._remove(coldest))
         return evicted
+
+    def drop(self, namespace: str, tokens: Sequence[int], keep_len: int, held: Collection[int]) -> list[int]:
+        """Take the pages of `tokens` past `keep_len`, from the end up to one that is held or continued."""
+        found, _ = self.match(namespace, tokens)
+        rest = tokens[len(found) * self.page_size :]
+        tails = self.children(found[-1] if found else namespace_path(namespace))
+        found += [int(tail.paths[-1]) for tail in tails if 0 < len(tail.tokens) == agreement(tail.tokens, rest)]
+        dropped = []
+        for path in reversed(found[-(-keep_len // self.page_size) :]):
+            if self._children.get(path) or self.pages[path].page in held:
+                break
+            dropped.append(self._remove(path))
+        return dropped
 
     def children(self, parent: Path) -> list[CachedPage]:
         """The pages that continue `parent`."""
@@ -133,30 +164,20 @@ class ReferenceTree:
         """Pages that nothing continues."""
         return sum(not self._children.get(path) for path in self.pages)
 
-    def _supersede(self, parent: Path, page_tokens: Sequence[int]) -> None:
+    def _rank(self, leaf: CachedPage, freed: Collection[int]) -> tuple[int, tuple[int, ...], bool]:
+        return leaf.priority, self.policy.heat(leaf.uses), leaf.page not in freed
+
+    def _supersede(self, parent: Path, page_tokens: Sequence[int]) -> list[CachedPage]:
         """Drop the partial leaf that `page_tokens` continue, if there is one."""
-        for child in self.children(parent):
-            if child.tokens == page_tokens[: len(child.tokens)]:
-                self._drop(int(child.paths[-1]))
+        found = [child for child in self.children(parent) if child.tokens == page_tokens[: len(child.tokens)]]
+        return [self._drop(int(child.paths[-1])) for child in found]
 
-    def _edge(self, path: Path) -> list[Path]:
-        """The unbranched run of pages that `path` lies on: what a compressed tree keeps in one node."""
-        edge = [path]
-        while (parent := self.pages[edge[0]].parent) in self.pages and len(self._children[parent]) == 1:
-            edge.insert(0, parent)
-        while len(children := self._children.get(edge[-1], set())) == 1:
-            edge.extend(children)
-        return edge
-
-    def _remove(self, path: Path) -> None:
-        """Evict one leaf page; where that ends an edge, the parent (merged with an only child) takes the hottest."""
-        parent = self.pages[path].parent
-        heat = self._drop(path).heat
-        if parent in self.pages and self._children[parent]:
-            edge = self._edge(parent)
-            heat = max(heat, *(self.pages[p].heat for p in edge))
-            for p in edge:
-                self.pages[p].heat = heat
+    def _remove(self, path: Path) -> int:
+        """Take one leaf page; the one before it is as warm as it was."""
+        gone = self._drop(path)
+        if gone.parent in self.pages:
+            self.pages[gone.parent].uses.inherit(gone.uses)
+        return gone.page
 
     def _add(self, cached: CachedPage) -> None:
         path = int(cached.paths[-1])

@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 
 from ._device import Device
 from ._expected import Disagreement, Expected, Live, equal, holds
+from ._ranking import ReferencePolicy
 from ._reference import ReferenceTree, agreement, follow, namespace_path
 from .cache import RadixCache
 from .errors import CacheError, ClosedTable, LiveTables
+from .policy import Duel
 from .table import PageTable
 from .values import WritePlan
 
@@ -28,6 +30,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 OPERATIONS: set[str] = set()
 NUM_RECENT = 24
+DUEL_INTERVAL = 5  # requests between two looks at the shadows: short runs should see the ranking change
 
 
 def operation(method: Callable[Concatenate["Simulation", P], R]) -> Callable[Concatenate["Simulation", P], R]:
@@ -71,7 +74,7 @@ class Simulation:
 
     Tables and pins are named by the number they got when opened. With `check_every=n` the whole state is compared
     after every n-th operation and every shortage only; in between, just the table that was touched. `make_cache` is
-    the class under test, such as a subclass of your own; eviction is expected to be LRU.
+    the class under test, such as a subclass of your own. `policy` is what is to rank pages for eviction.
     """
 
     def __init__(
@@ -79,17 +82,26 @@ class Simulation:
         *,
         num_pages: int,
         page_size: int,
+        policy: str = "lru",
         check_every: int = 1,
         make_cache: Callable[..., RadixCache] = RadixCache,
     ) -> None:
-        self.cache = make_cache(num_pages=num_pages, page_size=page_size, on_free=self._on_free)
+        self.max_pinned = num_pages // 2
+        self.cache = make_cache(
+            num_pages=num_pages,
+            page_size=page_size,
+            policy=_duel(num_pages, page_size) if policy == "duel" else policy,
+            max_pinned=self.max_pinned,
+            on_free=self._on_free,
+        )
         self.device = Device(num_pages=num_pages, page_size=page_size)
-        self.expected = Expected(page_size=page_size, tree=ReferenceTree(page_size), device=self.device)
+        self.page_size, self.num_pages, self.policy, self.check_every = page_size, num_pages, policy, check_every
+        self.expected = Expected(page_size=page_size, tree=self._new_tree(), device=self.device)
         self.tables, self.pins = self.expected.tables, self.expected.pins
-        self.operations: list[dict[str, Any]] = [{"op": "start", "num_pages": num_pages, "page_size": page_size}]
+        start = {"op": "start", "num_pages": num_pages, "page_size": page_size, "policy": policy}
+        self.operations: list[dict[str, Any]] = [start]
         self.recent: list[tuple[str, list[int]]] = [("", [])]
         self.freed: list[int] = []
-        self.page_size, self.num_pages, self.check_every = page_size, num_pages, check_every
         self.now = 0
         self.short = False
         self._closed: PageTable | None = None
@@ -124,33 +136,37 @@ class Simulation:
                 raise Disagreement("explain names a divergence without the token that was there")
             page_ids, tail_len = self.expected.longest(namespace, [*tokens[:length], explanation.expected])
             equal(len(page_ids) * self.page_size + tail_len, length + 1, "what is cached of explain.expected")
-        holds(explanation.evicted_by in (None, "evict", "extend"), f"explain.evicted_by: {explanation.evicted_by}")
+        holds(
+            explanation.evicted_by in (None, "evict", "extend", "drop"), f"explain.evicted_by: {explanation.evicted_by}"
+        )
 
     # Tables -----------------------------------------------------------------------------------------------------
 
     @operation
-    def open(self, *, namespace: str, tokens: list[int], label: str = "") -> int:
+    def open(self, *, namespace: str, tokens: list[int], label: str = "", priority: int = 0) -> int:
         """Open a table; the number that names it from now on."""
         page_ids, tail_len = self.expected.longest(namespace, tokens)
         length = len(page_ids) * self.page_size + tail_len
         tree, (touched, _) = self.expected.tree, self.expected.tree.match(namespace, tokens)
-        table = self.cache.open(tokens, namespace=namespace, label=label)
-        equal((table.seq_len, table.label), (length, label), "open: seq_len, label")
+        paths = follow(namespace_path(namespace), tokens)
+        tree.policy.ask(paths[self.page_size - 1 :: self.page_size].tolist())
+        table = self.cache.open(tokens, namespace=namespace, label=label, priority=priority)
+        equal((table.seq_len, table.label, table.priority), (length, label, priority), "open: seq_len, label, priority")
         equal(table.page_ids[: len(page_ids)].tolist(), page_ids, "open: full pages")
         tail_path = tree.owner.get(int(table.page_ids[-1])) if tail_len else None
-        tree.touch(touched if tail_path is None else [*touched, tail_path], self.now)
+        tree.use(touched if tail_path is None else [*touched, tail_path], self.now, priority)
         self.expected.totals.update(opened=1, opened_tokens=len(tokens), hit_tokens=length)
-        paths = follow(namespace_path(namespace), tokens[:length])
         self._remember(namespace, tokens)
         return self._adopt(
             Live(
                 table=table,
                 namespace=namespace,
                 tokens=tokens[:length],
-                paths=paths,
+                paths=paths[:length],
                 page_ids=table.page_ids.tolist(),
                 known=length,
                 written=length,
+                priority=priority,
             )
         )
 
@@ -216,7 +232,15 @@ class Simulation:
         if {copy.dst for copy in self.device.copies()} & set(live.page_ids[live.known // self.page_size :]):
             self._refused(CacheError, lambda: self.cache.publish(live.table, tail=tail))
         self._run_device()
-        pages = self.expected.tree.publish(live.namespace, live.tokens, live.page_ids, self.now, tail=tail)
+        pages = self.expected.tree.publish(
+            live.namespace,
+            live.tokens,
+            live.page_ids,
+            self.now,
+            start=live.known // self.page_size,
+            tail=tail,
+            priority=live.priority,
+        )
         self._publishing = True
         self.cache.publish(live.table, tail=tail)
         self._publishing = False
@@ -228,7 +252,7 @@ class Simulation:
         """Fork a table; the number of the child."""
         live = self.tables[handle]
         table = self.cache.fork(live.table)
-        equal(table.label, live.table.label, "label of a fork")
+        equal((table.label, table.priority), (live.table.label, live.priority), "label and priority of a fork")
         return self._adopt(replace(live, table=table, page_ids=list(live.page_ids)))
 
     @operation
@@ -332,10 +356,27 @@ class Simulation:
         self.short = self.short or bool(evicted)
 
     @operation
-    def pin(self, *, namespace: str, tokens: list[int]) -> int:
-        """Pin the full pages of `tokens`; the number of the pin."""
+    def drop(self, *, namespace: str, tokens: list[int], keep_len: int) -> None:
+        """Drop what is cached of `tokens` past `keep_len`; past their end is refused."""
+        if keep_len > len(tokens):
+            self._refused(CacheError, lambda: self.cache.drop(tokens, keep_len, namespace))
+            return
+        dropped = self.expected.tree.drop(namespace, tokens, keep_len, self.expected.held())
+        equal(self.cache.drop(tokens, keep_len, namespace), len(dropped), "number of pages dropped")
+        equal(sorted(self.freed), sorted(dropped), "pages dropped")
+        self.expected.totals["dropped_pages"] += len(dropped)
+
+    @operation
+    def pin(self, *, namespace: str, tokens: list[int]) -> int | None:
+        """Pin the full pages of `tokens`; the number of the pin, None if pins would hold too many pages."""
         page_ids, _ = self.expected.longest(namespace, tokens)
+        before = self.snapshot()
         pin = self.cache.pin(tokens, namespace=namespace)
+        if len(self.expected.pinned() | set(page_ids)) > self.max_pinned:
+            equal((pin, self.snapshot()), (None, before), "a pin over the budget, snapshot after it")
+            return None
+        if pin is None:
+            raise Disagreement("a pin within the budget was refused")
         equal(pin.prefix_len, len(page_ids) * self.page_size, "pin.prefix_len")
         name = next(self._names)
         self.pins[name] = (pin, page_ids)
@@ -355,7 +396,7 @@ class Simulation:
             self._refused(LiveTables, self.cache.reset)
             return
         self.cache.reset()
-        self.expected.tree = ReferenceTree(self.page_size)
+        self.expected.tree = self._new_tree()
         equal(self.cache.num_free, self.num_pages, "free pages after reset")
 
     def finish(self) -> None:
@@ -381,14 +422,22 @@ class Simulation:
     def snapshot(self) -> object:
         """Everything that must be as before where nothing may change, the shape of the tree and its heats included."""
         nodes = [
-            (node.id, node.start, node.heat, node.rank, node.tokens.view.tolist(), node.pages.view.tolist())
+            (node.id, node.start, node.rank, node.tokens.view.tolist(), node.pages.view.tolist())
             for node in self.cache.tree.nodes.values()
         ]
+        heats = [self.cache.tree.policy.heat(page) for page in self.expected.tree.owner]
         tables = [
             (t.seq_len, t.written_len, t.num_tree_pages, t.closed, t.tokens.tolist(), t.page_ids.tolist())
             for t in (live.table for live in self.tables.values())
         ]
-        return self.cache.stats(), self.cache.pool.refs.tolist(), self.cache.pool.free_pages().tolist(), nodes, tables
+        return (
+            self.cache.stats(),
+            self.cache.pool.refs.tolist(),
+            self.cache.pool.free_pages().tolist(),
+            nodes,
+            heats,
+            tables,
+        )
 
     def save(self, path: Path) -> None:
         """Write the operations so far as JSON lines, for `replay_operations`."""
@@ -408,6 +457,14 @@ class Simulation:
         self.tables[name] = live
         return name
 
+    def _new_tree(self) -> ReferenceTree:
+        policy = ReferencePolicy(self.policy, num_pages=self.num_pages, interval=DUEL_INTERVAL)
+        return ReferenceTree(self.page_size, policy)
+
     def _remember(self, namespace: str, tokens: list[int]) -> None:
         self.recent.append((namespace, tokens))
         del self.recent[:-NUM_RECENT]
+
+
+def _duel(num_pages: int, page_size: int) -> Duel:
+    return Duel(num_pages=num_pages, page_size=page_size, interval=DUEL_INTERVAL)

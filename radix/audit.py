@@ -15,7 +15,7 @@ import numpy as np
 from .errors import require
 from .node import Node
 from .tails import anchor_of
-from .tokens import IntArray, page_key
+from .tokens import EMPTY, IntArray, page_key
 from .tree import RadixTree
 
 if TYPE_CHECKING:
@@ -98,11 +98,14 @@ def _check_owners(tree: RadixTree) -> None:
 
 
 def _check_order(tree: RadixTree, refs: IntArray) -> None:
-    """A leaf is in the eviction order exactly while its last page has count 1."""
+    """A leaf is in the eviction order exactly while its last page has count 1, and no page outranks one before it."""
     expected = []
     for node in tree.nodes.values():
+        before = node.parent.pages.view[-1:] if node.parent is not None else EMPTY
+        priorities = tree.priority[np.concatenate([before, node.pages.view])]
+        require(bool((np.diff(priorities) <= 0).all()), f"node {node.id} has pages of priorities {priorities}")
         if node.children is None and refs[node.pages.view[-1]] == 1:
-            expected.append((node.heat, node.id))
+            expected.append(tree.rank_of(node))
             require(node.rank == expected[-1], f"node {node.id} has rank {node.rank}, not {expected[-1]}")
         else:
             require(node.rank is None, f"node {node.id} is held or no leaf, but has rank {node.rank}")

@@ -15,7 +15,7 @@ from .errors import CacheError, ClosedTable, LiveTables
 from .explain import Eviction, EvictionLedger
 from .lookup import Lookup
 from .node import Node
-from .policy import LRU, EvictionPolicy
+from .policy import POLICIES, EvictionPolicy
 from .pool import PagePool
 from .table import PageTable, Pin
 from .tails import LiveTails
@@ -30,7 +30,8 @@ class RadixCache:
     A step of the runtime: `extend` every sequence, run the plans' copies, `copies_done`, write, `publish`; on failure
     `truncate` back. Look-ups are pure, and every other operation happens wholly or not at all. Arguments named
     `tokens` are sequences of ids in `[0, 2**31)` (`InvalidTokens`); handles must be live and of this cache
-    (`ClosedTable`). `on_free` hears of pages whenever they become free.
+    (`ClosedTable`). `on_free` hears of pages whenever they become free. `policy` names what makes a page cold (a key
+    of `POLICIES`), or is it. Pins hold `max_pinned` pages at most, if that is given.
     """
 
     def __init__(
@@ -38,14 +39,19 @@ class RadixCache:
         *,
         num_pages: int,
         page_size: int,
-        policy: EvictionPolicy | None = None,
+        policy: EvictionPolicy | str = "lru",
+        max_pinned: int | None = None,
         on_free: Callable[[IntArray], None] | None = None,
     ) -> None:
         if page_size < 1:
             raise CacheError(f"a page holds at least one token, got page_size={page_size}")
         self.page_size = page_size
         self.pool = PagePool(num_pages)
-        self.tree = RadixTree(page_size=page_size, refs=self.pool.refs, policy=policy or LRU())
+        if isinstance(policy, str):
+            if policy not in POLICIES:
+                raise CacheError(f"no eviction policy {policy!r}; there are {', '.join(POLICIES)}")
+            policy = POLICIES[policy](num_pages=num_pages, page_size=page_size)
+        self.tree = RadixTree(page_size=page_size, refs=self.pool.refs, policy=policy)
         self.tables: set[PageTable] = set()
         self.pins: set[Pin] = set()
         self.copies = Copies()
@@ -53,8 +59,9 @@ class RadixCache:
         self._ledger = EvictionLedger(self.pool.generations)
         self._lookup = Lookup(self.tree, self.tails, self.copies, self._ledger)
         self._on_free = on_free
+        self._max_pinned = max_pinned
         self._now = 0
-        self._evicted_pages = self._copied_pages = 0
+        self._evicted_pages = self._dropped_pages = self._copied_pages = 0
         self._opened = self._opened_tokens = self._hit_tokens = 0
 
     @property
@@ -93,12 +100,19 @@ class RadixCache:
 
     # A sequence's life.
 
-    def open(self, tokens: Tokens, namespace: str = "", label: str = "") -> PageTable:
+    def open(self, tokens: Tokens, namespace: str = "", label: str = "", *, priority: int = 0) -> PageTable:
         """Start a sequence on the longest cached prefix of `tokens`; `seq_len` says how long that is.
 
-        Touches the path. Allocates nothing: a partial tail page is borrowed, and copied by the first `extend`.
+        Warms the path, and raises what is cached of it, now and by `publish`, to `priority` (an int32): of the leaves
+        that can be evicted the lowest priority goes first, then the coldest. A priority holds until its page is evicted
+        or dropped; a later use by a lower one does not lower it.
+        Allocates nothing: a partial tail page is borrowed, and copied by the first `extend`.
         """
         wanted = as_tokens(tokens)
+        if not -(2**31) <= priority < 2**31:
+            raise CacheError(f"a priority is an int32, got {priority}")
+        if self.tree.policy.ask(wanted, namespace):
+            self.tree.rerank()
         match = self._lookup.match(wanted, namespace)
         page_ids = match.page_ids
         if match.tail_page is not None:
@@ -106,14 +120,14 @@ class RadixCache:
         self.pool.retain(page_ids)
         self._now += 1
         cached = page_ids[self.tree.owner[page_ids] > 0]  # all but a live sequence's tail
-        if len(cached):
-            self.tree.touch(int(cached[-1]), self._now)
+        self.tree.use(cached, priority=priority, now=self._now)
         self._opened += 1
         self._opened_tokens += len(wanted)
         self._hit_tokens += match.length
         table = PageTable(
             namespace=namespace,
             label=label,
+            priority=priority,
             page_size=self.page_size,
             tokens=wanted[: match.length],
             page_ids=page_ids,
@@ -160,8 +174,8 @@ class RadixCache:
     def publish(self, table: PageTable, *, tail: bool = False) -> None:
         """All of `table` is written: share its full pages, with `tail` the partly filled last one too.
 
-        Where the tree has a page already, the table moves to that one. A shared tail is read-only: a later `extend`
-        copies it. Costs O(new tokens + new nodes); the path before is not walked.
+        Where the tree has a page already, the table moves to that one, which is a use of it. A shared tail is
+        read-only: a later `extend` copies it. Costs O(new tokens + new nodes); the path before is not walked.
         """
         self._require_live(table)
         tokens, page_ids = table.token_buffer.view, table.page_buffer.view
@@ -174,6 +188,7 @@ class RadixCache:
             self._now += 1
             walk = self.tree.walk(*self._cursor(table), tokens[:stop], first * self.page_size)
             self._repoint(page_ids[first : first + len(walk.page_ids)], walk.page_ids)
+            self.tree.use(walk.page_ids, priority=table.priority, now=self._now)
             self._give(table, walk, first + len(walk.page_ids), stop)
         table.written_len = len(tokens)
         self.tails.update(table)
@@ -201,6 +216,7 @@ class RadixCache:
         child = PageTable(
             namespace=table.namespace,
             label=table.label if label is None else label,
+            priority=table.priority,
             page_size=self.page_size,
             tokens=table.token_buffer.view,
             page_ids=page_ids,
@@ -221,9 +237,15 @@ class RadixCache:
 
     # Keeping and letting go.
 
-    def pin(self, tokens: Tokens, namespace: str = "") -> Pin:
-        """Keep the cached full pages of `tokens` from eviction until `unpin`; `prefix_len` says how much that is."""
+    def pin(self, tokens: Tokens, namespace: str = "") -> Pin | None:
+        """Keep the cached full pages of `tokens` from eviction until `unpin`; `prefix_len` says how much that is.
+
+        None, and nothing changed, if pins would then hold more than `max_pinned` pages, each counted once. How long a
+        pin lives is for the caller, who has a clock, to say.
+        """
         match = self._lookup.match(as_tokens(tokens), namespace)
+        if self._max_pinned is not None and self._num_pinned(match.page_ids) > self._max_pinned:
+            return None
         pin = Pin(match.page_ids, match.prefix_len)
         self.pool.retain(pin.page_ids)
         self.pins.add(pin)
@@ -245,26 +267,24 @@ class RadixCache:
             raise CacheError(f"cannot evict {num_pages} pages")
         return self._evict(num_pages, by)
 
-    def drop(self, tokens: Tokens, keep_len: int, namespace: str = "") -> int:
-        """TEMPORARY."""
-        wanted, freed = as_tokens(tokens), 0
-        first = -(-keep_len // self.page_size)
-        while True:
-            match = self._lookup.match(wanted, namespace)
-            page_ids = match.page_ids.tolist() + ([match.tail_page] if match.tail_page is not None else [])
-            if len(page_ids) <= first or match.length < len(wanted) - 1:
-                return freed
-            node = self.tree.node_of(page_ids[-1])
-            if node is None or node.children is not None or node.rank is None:
-                return freed
-            if int(node.pages.view[-1]) != page_ids[-1]:
-                return freed
-            cut = self.tree.trim(node, len(page_ids) - max(first, len(page_ids) - node.pages.size))
-            self._release(cut.page_ids)
-            freed += len(cut.page_ids)
-            wanted = wanted[
-                : match.length - match.tail_len - (len(cut.page_ids) - (match.tail_len > 0)) * self.page_size
-            ]
+    def drop(self, tokens: Tokens, keep_len: int = 0, namespace: str = "", *, by: str = "drop") -> int:
+        """Free what is cached of `tokens` past the first `keep_len`, which the caller will not use again.
+
+        From the end, page by page, up to what somebody holds, another sequence continues, or holds a token to keep.
+        Returns the pages freed; `explain` puts them down to `by`. O(path, vectorised).
+        """
+        wanted = as_tokens(tokens)
+        if not 0 <= keep_len <= len(wanted):
+            raise CacheError(f"cannot keep {keep_len} tokens: {len(wanted)} were given")
+        self._now += 1
+        doomed = self._lookup.path(wanted, namespace)[-(-keep_len // self.page_size) :]
+        leaf = self.tree.free_end(int(doomed[-1])) if len(doomed) else None
+        if leaf is None:
+            return 0
+        page_ids = self._trim(leaf, len(doomed), by)  # where its edge begins another sequence goes on, or the root is
+        self._release(page_ids)
+        self._dropped_pages += len(page_ids)
+        return len(page_ids)
 
     def reset(self) -> None:
         """Forget everything cached. Raises `LiveTables` while tables, pins or copies live."""
@@ -287,11 +307,14 @@ class RadixCache:
             num_held=int(np.count_nonzero((self.tree.owner > 0) & (self.pool.refs > 1))),
             num_tables=len(self.tables),
             num_pins=len(self.pins),
+            num_pinned=self._num_pinned(),
             num_copies=len(self.copies),
             num_nodes=len(self.tree.nodes) + len(self.tree.roots),
             num_leaves=self.tree.num_leaves,
             num_namespaces=len(self.tree.roots),
+            policy=self.tree.policy.name,
             evicted_pages=self._evicted_pages,
+            dropped_pages=self._dropped_pages,
             copied_pages=self._copied_pages,
             opened=self._opened,
             opened_tokens=self._opened_tokens,
@@ -365,7 +388,9 @@ class RadixCache:
         tokens = table.token_buffer.view[index * self.page_size : stop]
         if len(tokens):
             page_ids = table.page_buffer.view[index : -(-stop // self.page_size)]
-            superseded = self.tree.insert(walk, tokens, page_ids, label=table.label, now=self._now)
+            superseded = self.tree.insert(
+                walk, tokens, page_ids, label=table.label, priority=table.priority, now=self._now
+            )
             if superseded is not None:
                 self.pool.retain(page_ids)
                 self._release(superseded)
@@ -385,14 +410,22 @@ class RadixCache:
         cuts: list[IntArray] = []
         remaining = num_pages
         while remaining and (leaf := self.tree.coldest()) is not None:
-            cut = self.tree.trim(leaf, remaining)
-            self._ledger.record(cut.after, cut.namespace, cut.key, Eviction(by, self._now))
-            cuts.append(cut.page_ids)
-            remaining -= len(cut.page_ids)
+            cuts.append(self._trim(leaf, self.tree.count_as_cold(leaf, remaining), by))
+            self.tree.policy.evicted(cuts[-1])
+            remaining -= len(cuts[-1])
         if cuts:
             self._release(np.concatenate(cuts))
         self._evicted_pages += num_pages - remaining
         return num_pages - remaining
+
+    def _trim(self, leaf: Node, max_pages: int, by: str) -> IntArray:
+        """Take pages off the end of a leaf and write down who did; they keep their count for the caller to release."""
+        cut = self.tree.trim(leaf, max_pages)
+        self._ledger.record(cut.after, cut.namespace, cut.key, Eviction(by, self._now))
+        return cut.page_ids
+
+    def _num_pinned(self, more: IntArray = EMPTY) -> int:
+        return len(np.unique(np.concatenate([more, *(pin.page_ids for pin in self.pins)])))
 
     def _release(self, page_ids: IntArray) -> None:
         freed = self.pool.release(page_ids)

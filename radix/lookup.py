@@ -5,6 +5,8 @@ Knows nothing of reference counts; whoever wants to keep what was found retains 
 
 from __future__ import annotations
 
+import numpy as np
+
 from .copies import Copies
 from .explain import EvictionLedger
 from .tails import LiveTail, LiveTails
@@ -32,6 +34,15 @@ class Lookup:
             tail_page=beside.page if beside and agreed else None,
             tail_len=agreed,
         )
+
+    def path(self, wanted: IntArray, namespace: str) -> IntArray:
+        """Return the cached pages whose tokens all lie in `wanted`, a partly filled last one included."""
+        walk = self._tree.walk(self._tree.root(namespace), 0, wanted, 0)
+        rest = wanted[len(walk.page_ids) * self._tree.page_size :]
+        beside = self._tree.next_page(walk, rest) if len(rest) else None
+        if beside is None or beside.agreed < len(beside.tokens):
+            return walk.page_ids
+        return np.append(walk.page_ids, np.int32(beside.page))
 
     def explain(self, wanted: IntArray, namespace: str) -> Explanation:
         """Say where the match ends and why."""

@@ -21,7 +21,7 @@ class Node:
     order, None while it has none.
     """
 
-    __slots__ = ("children", "heat", "id", "key", "namespace", "pages", "parent", "rank", "start", "tokens")
+    __slots__ = ("children", "id", "key", "namespace", "pages", "parent", "rank", "start", "tokens")
 
     def __init__(
         self,
@@ -30,18 +30,16 @@ class Node:
         parent: Node | None = None,
         key: bytes = b"",
         start: int = 0,
-        heat: Heat | None = None,
         namespace: str = "",
     ) -> None:
         self.id = node_id
         self.parent = parent  # None for the root of a namespace
         self.key = key  # the first page's tokens, as `page_key`
         self.start = start
-        self.heat = heat
         self.tokens = IntBuffer()
         self.pages = IntBuffer()
         self.children: Children | None = None  # None for a leaf
-        self.rank: tuple[Heat, int] | None = None
+        self.rank: tuple[int, Heat, int] | None = None
         self.namespace = namespace  # meaningful at a root
 
 

@@ -23,6 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from ._driver import Driver
 from ._expected import Disagreement
 from ._simulation import OPERATIONS, Simulation
+from .policy import POLICIES
 
 __all__ = [
     "Disagreement",
@@ -31,6 +32,7 @@ __all__ = [
     "Simulation",
     "drive",
     "page_sizes",
+    "policies",
     "pool_sizes",
     "prefix_families",
     "replay_operations",
@@ -48,6 +50,11 @@ def page_sizes() -> st.SearchStrategy[int]:
 def pool_sizes() -> st.SearchStrategy[int]:
     """Pages in a pool, 4 to 64: few enough that running out is common."""
     return st.integers(4, 64)
+
+
+def policies() -> st.SearchStrategy[str]:
+    """What ranks pages for eviction, by name."""
+    return st.sampled_from(sorted(POLICIES))
 
 
 def token_sequences(*, page_size: int, alphabet: int = 2, max_runs: int = 5) -> st.SearchStrategy[list[int]]:
@@ -97,13 +104,13 @@ class RadixCacheMachine(RuleBasedStateMachine):
     simulation: Simulation
     sequences: st.SearchStrategy[list[int]]
 
-    def make_simulation(self, *, num_pages: int, page_size: int) -> Simulation:
+    def make_simulation(self, *, num_pages: int, page_size: int, policy: str) -> Simulation:
         """What to test; override it to test a cache of your own."""
-        return Simulation(num_pages=num_pages, page_size=page_size)
+        return Simulation(num_pages=num_pages, page_size=page_size, policy=policy)
 
-    @initialize(num_pages=pool_sizes(), page_size=page_sizes(), alphabet=st.integers(2, 4))
-    def start(self, num_pages: int, page_size: int, alphabet: int) -> None:
-        self.simulation = self.make_simulation(num_pages=num_pages, page_size=page_size)
+    @initialize(num_pages=pool_sizes(), page_size=page_sizes(), alphabet=st.integers(2, 4), policy=policies())
+    def start(self, num_pages: int, page_size: int, alphabet: int, policy: str) -> None:
+        self.simulation = self.make_simulation(num_pages=num_pages, page_size=page_size, policy=policy)
         self.sequences = token_sequences(page_size=page_size, alphabet=alphabet)
         self.failed = False
 
@@ -121,9 +128,10 @@ class RadixCacheMachine(RuleBasedStateMachine):
         self.simulation.save(path)
         note(f"replay_operations({str(path)!r}) repeats this")
 
-    def _open(self, namespace: str, tokens: list[int]) -> int:
+    def _open(self, namespace: str, tokens: list[int], priority: int = 0) -> int:
         """Open `tokens` and ask for what is missing of them."""
-        handle: int = self.do("open", namespace=namespace, tokens=tokens, label=f"table {self.simulation.now}")
+        label = f"table {self.simulation.now}"
+        handle: int = self.do("open", namespace=namespace, tokens=tokens, label=label, priority=priority)
         if rest := tokens[len(self.simulation.tables[handle].tokens) :]:
             self.do("extend", handle=handle, tokens=rest)
         return handle
@@ -163,6 +171,12 @@ class RadixCacheMachine(RuleBasedStateMachine):
     def evict(self, num_pages: int) -> None:
         self.do("evict", num_pages=num_pages)
 
+    @rule(known=RECENT, cut=CUTS, keep=CUTS)
+    def drop(self, known: tuple[str, list[int]], cut: int, keep: int) -> None:
+        """Any part of a recent path; to keep more than there is is refused."""
+        namespace, tokens = known[0], known[1][: len(known[1]) - cut % (len(known[1]) + 1)]
+        self.do("drop", namespace=namespace, tokens=tokens, keep_len=keep % (len(tokens) + 2))
+
     @precondition(lambda machine: len(machine.simulation.pins) < 3)
     @rule(known=RECENT, cut=CUTS)
     def pin(self, known: tuple[str, list[int]], cut: int) -> None:
@@ -186,15 +200,15 @@ class RadixCacheMachine(RuleBasedStateMachine):
     # Tables -----------------------------------------------------------------------------------------------------
 
     @has_room
-    @rule(namespace=NAMESPACES, tokens=SEQUENCES)
-    def open(self, namespace: str, tokens: list[int]) -> None:
-        self._open(namespace, tokens)
+    @rule(namespace=NAMESPACES, tokens=SEQUENCES, priority=st.integers(-1, 2))
+    def open(self, namespace: str, tokens: list[int], priority: int) -> None:
+        self._open(namespace, tokens, priority)
 
     @has_room
-    @rule(known=RECENT, cut=CUTS, suffix=SEQUENCES)
-    def open_known(self, known: tuple[str, list[int]], cut: int, suffix: list[int]) -> None:
+    @rule(known=RECENT, cut=CUTS, suffix=SEQUENCES, priority=st.integers(-1, 2))
+    def open_known(self, known: tuple[str, list[int]], cut: int, suffix: list[int], priority: int) -> None:
         namespace, tokens = known
-        self._open(namespace, tokens[: cut % (len(tokens) + 1)] + suffix)
+        self._open(namespace, tokens[: cut % (len(tokens) + 1)] + suffix, priority)
 
     @has_room
     @rule(known=RECENT, common=SEQUENCES, ours=SEQUENCES, theirs=SEQUENCES)
@@ -278,10 +292,17 @@ class RadixCacheMachine(RuleBasedStateMachine):
 
 
 def drive(
-    *, num_operations: int, num_pages: int, page_size: int, seed: int, alphabet: int = 2, check_every: int = 1
+    *,
+    num_operations: int,
+    num_pages: int,
+    page_size: int,
+    seed: int,
+    alphabet: int = 2,
+    policy: str = "lru",
+    check_every: int = 1,
 ) -> Simulation:
     """Run a seeded random stream of operations and end it; raises at the first disagreement, naming a replay file."""
-    simulation = Simulation(num_pages=num_pages, page_size=page_size, check_every=check_every)
+    simulation = Simulation(num_pages=num_pages, page_size=page_size, policy=policy, check_every=check_every)
     try:
         Driver(simulation, seed=seed, alphabet=alphabet).run(num_operations)
     except Exception as error:
@@ -293,7 +314,7 @@ def drive(
 def replay_operations(path: str | Path) -> Simulation:
     """Repeat recorded operations with every check after each; raises where the recorded run did."""
     start, *operations = (json.loads(line) for line in Path(path).read_text().splitlines())
-    simulation = Simulation(num_pages=start["num_pages"], page_size=start["page_size"])
+    simulation = Simulation(num_pages=start["num_pages"], page_size=start["page_size"], policy=start["policy"])
     for arguments in operations:
         name = arguments.pop("op")
         if name not in OPERATIONS:

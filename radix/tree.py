@@ -52,21 +52,23 @@ class RadixTree:
 
     Tokens decide identity. Siblings differ in their first page; they may share up to page_size - 1 tokens of it. A
     partly filled page ends a leaf or is a leaf, and is never a prefix of a sibling or of what continues beside it.
-    `owner[page]` is the id of the page's node, `publisher[page]` the label of the sequence it came from. Pages, not
-    nodes, are what callers hold, so that splits and merges go unnoticed.
+    `owner[page]` is the id of the page's node, `publisher[page]` the label of the sequence it came from,
+    `priority[page]` the highest retention priority that anyone gave it, never less than that of what continues it.
+    Pages, not nodes, are what callers hold and what has heat, so that splits and merges go unnoticed.
     """
 
     def __init__(self, *, page_size: int, refs: IntArray, policy: EvictionPolicy) -> None:
         self.page_size = page_size
         self.roots: dict[str, Node] = {}
         self.nodes: dict[int, Node] = {}  # without the roots
-        self.order = SortedList()  # (heat, id) of the leaves whose last page has count 1
+        self.order = SortedList()  # `rank_of` the leaves whose last page has count 1
         self.owner: npt.NDArray[np.int64] = np.zeros(len(refs), np.int64)
         self.publisher: npt.NDArray[np.object_] = np.full(len(refs), "", object)
+        self.priority: IntArray = np.zeros(len(refs), np.int32)
+        self.policy = policy
         self.num_leaves = 0
         self.num_pages = 0
         self._refs = refs
-        self._policy = policy
         self._last_id = 0
 
     # Looking: nothing below changes anything.
@@ -126,15 +128,28 @@ class RadixTree:
         while (node := node.parent) is not None:
             yield node.pages.view
 
+    def free_end(self, page: int) -> Node | None:
+        """Return the leaf that ends in `page` if nobody holds it, else None."""
+        node = self.node_of(page)
+        return node if node is not None and node.rank is not None and node.pages.view[-1] == page else None
+
+    def rank_of(self, leaf: Node) -> tuple[int, Heat, int]:
+        """Return the place of `leaf` among those that can be evicted: the lowest goes first."""
+        page = int(leaf.pages.view[-1])
+        return int(self.priority[page]), self.policy.heat(page), leaf.id
+
     # Growing.
 
-    def insert(self, walk: Walk, tokens: IntArray, page_ids: IntArray, *, label: str, now: int) -> IntArray | None:
+    def insert(
+        self, walk: Walk, tokens: IntArray, page_ids: IntArray, *, label: str, priority: int, now: int
+    ) -> IntArray | None:
         """Continue the path where `walk` ended with `tokens` (at least one), which lie in `page_ids`.
 
         Full pages must have been walked as far as they go. Returns the pages that left the tree because the new ones
         continue them, or None if the tree holds these tokens already. Call `settle` once the counts are right.
         """
         node, superseded = walk.node, EMPTY
+        index = (node.start + walk.offset) // self.page_size
         beside = self.next_page(walk, tokens)
         if beside is not None and beside.agreed == len(tokens):
             return None
@@ -144,22 +159,30 @@ class RadixTree:
             node = self._split(node, walk.offset)
         if node.parent is None or node.children is not None:
             node = self._add_leaf(node, page_key(tokens, 0, self.page_size))
-        node.heat = self._policy.touch(node.heat, now)
+        assert node.parent is not None
+        after, namespace = self._page_before(node, node.pages.size), node.parent.namespace  # which a root knows
+        self.policy.add(page_ids, tokens, now, after=after, index=index, namespace=namespace)
         node.tokens.extend(tokens)
         node.pages.extend(page_ids)
         self.owner[page_ids] = node.id
         self.publisher[page_ids] = label
+        self.priority[page_ids] = priority
         self.num_pages += len(page_ids)
+        if len(superseded):
+            self._inherit(int(page_ids[0]), superseded)
         return superseded
 
-    def touch(self, page: int, now: int) -> None:
-        """Warm the path to `page`, which the tree must own. O(nodes on it)."""
-        leaf = node = self.node_of(page)
-        while node is not None and node.parent is not None:
-            node.heat = self._policy.touch(node.heat, now)
-            node = node.parent
-        if leaf is not None:
-            self._rank(leaf)
+    def use(self, page_ids: IntArray, *, priority: int, now: int) -> None:
+        """Warm pages of one path, which the caller holds, and raise their priority to `priority`. O(pages)."""
+        self.policy.use(page_ids, now)
+        self.priority[page_ids] = np.maximum(self.priority[page_ids], priority)
+
+    def rerank(self) -> None:
+        """Sort the eviction order anew, after the policy changed its mind. O(leaves log leaves)."""
+        ranked = [node for node in self.nodes.values() if node.rank is not None]
+        for node in ranked:
+            node.rank = self.rank_of(node)
+        self.order = SortedList(node.rank for node in ranked)
 
     # Shrinking.
 
@@ -169,6 +192,7 @@ class RadixTree:
         self.roots.clear()
         self.nodes.clear()
         self.order.clear()
+        self.policy.clear()
         self.owner[:] = 0
         self.num_leaves = self.num_pages = 0
         return page_ids
@@ -183,12 +207,21 @@ class RadixTree:
 
     def coldest(self) -> Node | None:
         """Return the leaf to evict from, None if every leaf is held."""
-        return self.nodes[self.order[0][1]] if self.order else None
+        return self.nodes[self.order[0][-1]] if self.order else None
+
+    def count_as_cold(self, leaf: Node, max_pages: int) -> int:
+        """Return how many pages, up to `max_pages`, can go from the end of the coldest leaf while it is the coldest."""
+        pages = leaf.pages.view[-max_pages:]
+        if len(pages) == 1:
+            return 1
+        higher = np.flatnonzero(self.priority[pages] > self.priority[pages[-1]])
+        return self.policy.count_as_cold(pages[int(higher[-1]) + 1 if len(higher) else 0 :])
 
     def trim(self, leaf: Node, max_pages: int) -> Cut:
         """Cut up to `max_pages` pages with count 1 from the end of `leaf`; at least one, as it is in the order.
 
-        A leaf that is used up leaves its heat to its parent, which merges with an only child that remains.
+        What they followed inherits their heat. Where a leaf is used up, its parent merges with an only child that
+        remains.
         """
         pages = leaf.pages.view[-max_pages:]
         held = np.flatnonzero(self._refs[pages] != 1)
@@ -196,21 +229,20 @@ class RadixTree:
         index, parent = leaf.pages.size - count, leaf.parent
         assert parent is not None
         key = page_key(self._page_tokens(leaf, index), 0, self.page_size)
-        before = leaf.pages.view[:index] if index else parent.pages.view
-        after = int(before[-1]) if len(before) else 0
+        after = self._page_before(leaf, index)
         cut = Cut(self._cut(leaf, count), parent.namespace, after, key)
+        if after:
+            self._inherit(after, cut.page_ids)
         if index:
             self._rank(leaf)
-        elif parent.parent is not None:
-            parent.heat = self._policy.join(parent.heat, leaf.heat)
-            if parent.children is not None and len(parent.children) == 1:
-                self._merge(parent)
+        elif parent.parent is not None and parent.children is not None and len(parent.children) == 1:
+            self._merge(parent)
         return cut
 
     # Structure. None of these looks at counts.
 
     def _add_leaf(self, parent: Node, key: bytes) -> Node:
-        leaf = self._new_node(parent, key, parent.start + parent.tokens.size, None)
+        leaf = self._new_node(parent, key, parent.start + parent.tokens.size)
         if parent.children is None:
             parent.children = Children()
             self.roots[parent.namespace] = parent  # only a root gains a first child here
@@ -251,7 +283,7 @@ class RadixTree:
         parent = node.parent
         assert parent is not None
         assert parent.children is not None
-        upper = self._new_node(parent, node.key, node.start, node.heat)
+        upper = self._new_node(parent, node.key, node.start)
         upper.tokens, upper.pages = node.tokens.split(at), node.pages.split(at // self.page_size)
         self.owner[upper.pages.view] = upper.id
         parent.children.replace(upper)
@@ -262,7 +294,7 @@ class RadixTree:
         return upper
 
     def _merge(self, upper: Node) -> None:
-        """Undo a split: `upper`'s only child takes over its edge, in the upper's arrays, and the warmer heat."""
+        """Undo a split: `upper`'s only child takes over its edge, in the upper's arrays. Its rank stands."""
         parent = upper.parent
         assert parent is not None
         assert parent.children is not None
@@ -273,26 +305,33 @@ class RadixTree:
         upper.pages.extend(node.pages.view)
         node.tokens, node.pages = upper.tokens, upper.pages
         node.parent, node.key, node.start = parent, upper.key, upper.start
-        node.heat = self._policy.join(upper.heat, node.heat)
         parent.children.replace(node)
         del self.nodes[upper.id]
-        self._rank(node)
 
-    def _new_node(self, parent: Node, key: bytes, start: int, heat: Heat | None) -> Node:
+    def _new_node(self, parent: Node, key: bytes, start: int) -> Node:
         self._last_id += 1
-        node = Node(node_id=self._last_id, parent=parent, key=key, start=start, heat=heat)
+        node = Node(node_id=self._last_id, parent=parent, key=key, start=start)
         self.nodes[node.id] = node
         return node
 
     def _rank(self, node: Node) -> None:
         free = node.children is None and self._refs[node.pages.view[-1]] == 1
-        rank = (node.heat, node.id) if free else None
+        rank = self.rank_of(node) if free else None
         if rank != node.rank:
             if node.rank is not None:
                 self.order.remove(node.rank)
             if rank is not None:
                 self.order.add(rank)
             node.rank = rank
+
+    def _inherit(self, page: int, gone: IntArray) -> None:
+        self.policy.inherit(page, gone)
+        self.priority[page] = max(self.priority[page], self.priority[gone].max())
+
+    def _page_before(self, node: Node, index: int) -> int:
+        """Return the page that comes before page `index` of `node`, 0 at a root."""
+        before = node.pages.view[:index] if index or node.parent is None else node.parent.pages.view
+        return int(before[-1]) if len(before) else 0
 
     def _page_tokens(self, node: Node, index: int) -> IntArray:
         return node.tokens.view[index * self.page_size : (index + 1) * self.page_size]

@@ -64,7 +64,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
-    """Pages now (`num_*`), and counts since the cache was made (the last five)."""
+    """Pages now (`num_*`), what ranks them for eviction, and counts since the cache was made (the last six)."""
 
     num_pages: int
     page_size: int
@@ -74,11 +74,14 @@ class CacheStats:
     num_held: int  # owned by the tree and by someone else
     num_tables: int
     num_pins: int
+    num_pinned: int  # distinct pages that pins hold
     num_copies: int
     num_nodes: int  # roots included
     num_leaves: int
     num_namespaces: int
+    policy: str
     evicted_pages: int
+    dropped_pages: int
     copied_pages: int
     opened: int
     opened_tokens: int

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from radixrt.radix import POLICIES
+
 from .checks import instance, integer, refuse
 from .errors import InvalidRequest
 
@@ -33,10 +35,10 @@ class EngineConfig:
     bounds the prompt rows one request adds to a step (None: the budget alone); `max_running` bounds the requests that
     are started (forks of running ones hold pages beyond it). `max_bypass`: so many later requests may be started before
     an earlier one, then it goes first. Of those that wait, the `admission_window` oldest are compared in each step.
-    `kv_memory` (bytes or "512MiB") or `num_pages` sizes the pool, of which pins may hold the share `pin_budget`.
-    The last `keep_finished` requests that ended within `finished_ttl` steps can be forked. `poison` ruins freed pages
-    and page tails, so that a stale read cannot go unseen; for tests. `record` takes the run's record: a file, or a
-    function called per line.
+    `kv_memory` (bytes or "512MiB") or `num_pages` sizes the pool, of which pins may hold the share `pin_budget`;
+    `eviction` names what makes a cached page cold (docs/eviction.md). The last `keep_finished` requests that ended
+    within `finished_ttl` steps can be forked. `poison` ruins freed pages and page tails, so that a stale read cannot go
+    unseen; for tests. `record` takes the run's record: a file, or a function called per line.
     """
 
     page_size: int = 16
@@ -51,6 +53,7 @@ class EngineConfig:
     keep_finished: int = 1024
     finished_ttl: int = 100_000
     prefix_cache: bool = True
+    eviction: str = "duel"
     seed: int = 0
     poison: bool = False
     record: str | Path | Callable[[dict[str, Any]], None] | None = None
@@ -66,6 +69,8 @@ class EngineConfig:
                 object.__setattr__(self, name, integer(name, getattr(self, name), 1, _MAX, or_else="None or "))
         for name in ("prefix_cache", "poison"):
             instance(name, getattr(self, name), bool, "True or False")
+        if instance("eviction", self.eviction, str, " or ".join(POLICIES)) not in POLICIES:
+            refuse("eviction", self.eviction, " or ".join(POLICIES))
         if self.record is not None and not isinstance(self.record, (str, Path)) and not callable(self.record):
             refuse("record", self.record, "None, a path or a function that takes a line")
         parse_bytes(self.kv_memory)

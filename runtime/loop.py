@@ -43,7 +43,7 @@ class Loop:
         self.cache = self._new_cache()
         self.counters = Counters()
         self.meter = Meter(clock)
-        self.pins = Pins(self.cache, int(config.pin_budget * config.num_pages))
+        self.pins = Pins(self.cache)
         self.scheduler = Scheduler(self.cache, config, self.counters, self.pins)
         self.requests = Registry(keep_finished=config.keep_finished, finished_ttl=config.finished_ttl)
         self._runner = Runner(model, self.cache, poison=config.poison)
@@ -299,7 +299,13 @@ class Loop:
 
     def _new_cache(self) -> RadixCache:
         assert self._config.num_pages is not None
-        return RadixCache(num_pages=self._config.num_pages, page_size=self._config.page_size, on_free=self._on_free)
+        return RadixCache(
+            num_pages=self._config.num_pages,
+            page_size=self._config.page_size,
+            policy=self._config.eviction,
+            max_pinned=int(self._config.pin_budget * self._config.num_pages),
+            on_free=self._on_free,
+        )
 
     def _on_free(self, page_ids: npt.NDArray[np.int32]) -> None:
         self._freed.extend(page_ids.tolist())

@@ -22,10 +22,9 @@ class PinnedPrefix:
 
 
 class Pins:
-    """The pins of one engine. They hold at most `budget` pages together; a page that two hold counts twice."""
+    """The pins of one engine. The cache bounds the pages that they hold together."""
 
-    def __init__(self, cache: RadixCache, budget: int) -> None:
-        self.budget = budget
+    def __init__(self, cache: RadixCache) -> None:
         self.num_given_way = 0
         self._last = 0
         self.start_over(cache)
@@ -35,19 +34,13 @@ class Pins:
         self._cache = cache
         self._pins: dict[int, tuple[Pin, int | None]] = {}  # by number, oldest first; the step that ends each
 
-    @property
-    def num_pages(self) -> int:
-        return sum(len(pin.page_ids) for pin, _ in self._pins.values())
-
     def pin(self, tokens: TokenArray, namespace: str, ends: int | None) -> PinnedPrefix:
         """Keep what is cached of `tokens` until step `ends` (None: until `unpin`). InvalidRequest over the budget."""
         pin = self._cache.pin(tokens, namespace)
-        left = self.budget - self.num_pages
-        if len(pin.page_ids) > left:
-            self._cache.unpin(pin)
+        if pin is None:
             raise InvalidRequest(
-                f"pin: {len(pin.page_ids)} pages asked for, {left} of the {self.budget} that pins may hold are left; "
-                "unpin something, or give the engine a larger pin_budget"
+                f"pin: a prompt of {len(tokens)} tokens given; {self._cache.stats().num_pinned} pages are pinned, and "
+                "with its own they exceed the budget; unpin something, or give the engine a larger pin_budget"
             )
         self._last += 1
         self._pins[self._last] = pin, ends

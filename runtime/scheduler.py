@@ -152,7 +152,7 @@ class Scheduler:
             return
         known = self._known(sequence)
         if self.cache.peek(known, sequence.namespace) > sequence.computed_len:
-            ahead = self.cache.open(known, sequence.namespace, sequence.table.label)
+            ahead = self.cache.open(known, sequence.namespace, sequence.table.label, priority=sequence.priority)
             self.cache.close(sequence.table)
             sequence.table = ahead
             self.counters.add_cached(sequence, ahead.seq_len)
@@ -232,7 +232,9 @@ class Scheduler:
         if self.running and not self._fits(plan, sequence, match):
             return False
         known_len = self.cache.peek(sequence.tokens, sequence.namespace) if self.config.prefix_cache else 0
-        sequence.table = self.cache.open(self._known(sequence), sequence.namespace, f"request {sequence.number}")
+        sequence.table = self.cache.open(
+            self._known(sequence), sequence.namespace, f"request {sequence.number}", priority=sequence.priority
+        )
         _remove(self.waiting, sequence)
         _insert(self.running, sequence)
         opened_len = sequence.table.seq_len

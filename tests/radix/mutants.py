@@ -12,10 +12,11 @@ from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
-from radixrt.radix import PagePool, RadixCache, RadixTree
+from radixrt.radix import LRU, LRU2, Duel, PagePool, RadixCache, RadixTree
 from radixrt.radix.copies import Copies
 from radixrt.radix.lookup import Lookup
 from radixrt.radix.node import Children
+from radixrt.radix.shadow import Shadow
 from radixrt.radix.tails import LiveTails
 
 
@@ -57,7 +58,9 @@ MUTANTS = [
         RadixCache,
         "open",
         open_does_not_retain=("self.pool.retain(page_ids)", "pass"),
-        open_does_not_touch=("self.tree.touch(int(cached[-1]), self._now)", "pass"),
+        open_is_no_use=("self.tree.use(cached, priority=priority, now=self._now)", "pass"),
+        open_forgets_its_priority=("            priority=priority,\n", "            priority=0,\n"),
+        order_stays_when_the_ranking_changes=("self.tree.rerank()", "pass"),
         open_counts_full_pages_only=("+= match.length", "+= match.prefix_len"),
     ),
     *_of(
@@ -133,6 +136,10 @@ MUTANTS = [
     *_of(
         RadixCache,
         "publish",
+        publish_is_no_use_of_what_is_there=(
+            "self.tree.use(walk.page_ids, priority=table.priority, now=self._now)",
+            "pass",
+        ),
         publish_gives_the_tail_too=("stop = len(tokens) if tail else", "stop = len(tokens) if True else"),
         publish_before_the_copy=("if pending:", "if False:"),
     ),
@@ -158,13 +165,35 @@ MUTANTS = [
         "insert",
         partial_leaf_is_not_superseded=("superseded = self._cut(beside.node, 1)", "pass"),
         known_tail_is_added_again=("if beside is not None and beside.agreed == len(tokens):", "if False:"),
-        insert_does_not_touch=("node.heat = self._policy.touch(node.heat, now)", "node.heat = node.heat or 0"),
+        policy_does_not_hear_of_new_pages=(
+            "self.policy.add(page_ids, tokens, now, after=after, index=index, namespace=namespace)",
+            "pass",
+        ),
+        new_pages_have_no_priority=("self.priority[page_ids] = priority", "self.priority[page_ids] = 0"),
+        superseding_page_inherits_nothing=("self._inherit(int(page_ids[0]), superseded)", "pass"),
+    ),
+    *_of(
+        RadixTree,
+        "use",
+        later_use_lowers_a_priority=("np.maximum(self.priority[page_ids], priority)", "priority"),
+    ),
+    *_of(RadixTree, "rank_of", order_ignores_priority=("int(self.priority[page])", "0")),
+    *_of(RadixTree, "rerank", ranking_stays=("node.rank = self.rank_of(node)", "pass")),
+    *_of(
+        RadixTree,
+        "count_as_cold",
+        priority_inside_a_leaf_is_ignored=("self.priority[pages] > self.priority[pages[-1]]", "pages < 0"),
+    ),
+    *_of(
+        RadixTree,
+        "free_end",
+        drop_takes_pages_that_others_continue=("and node.pages.view[-1] == page", ""),
+        drop_takes_pages_that_others_hold=("node is not None and node.rank is not None and", "node is not None and"),
     ),
     *_of(
         RadixTree,
         "_split",
         split_loses_the_owner=("self.owner[upper.pages.view] = upper.id", "pass"),
-        split_chills_the_rest=("upper.children.add(node)", "upper.children.add(node)\n        node.heat = 0"),
         split_forgets_where_it_starts=("upper, node.start + at", "upper, node.start"),
     ),
     *_of(
@@ -174,13 +203,12 @@ MUTANTS = [
             "upper.pages.extend(node.pages.view)\n        node.tokens, node.pages = upper.tokens, upper.pages",
             "node.pages.extend(upper.pages.view)\n        node.tokens = upper.tokens",
         ),
-        merge_takes_the_colder_heat=("self._policy.join(upper.heat, node.heat)", "min(upper.heat, node.heat)"),
     ),
     *_of(
         RadixTree,
         "trim",
         evict_takes_held_pages=("held = np.flatnonzero(self._refs[pages] != 1)", "held = []"),
-        parent_inherits_no_heat=("parent.heat = self._policy.join(parent.heat, leaf.heat)", "pass"),
+        what_is_left_inherits_no_heat=("self._inherit(after, cut.page_ids)", "pass"),
         only_child_is_not_merged=("self._merge(parent)", "pass"),
     ),
     *_of(RadixTree, "coldest", evict_takes_the_hottest=("self.order[0]", "self.order[-1]")),
@@ -195,7 +223,9 @@ MUTANTS = [
     *_of(
         RadixCache,
         "_evict",
-        evict_takes_the_whole_leaf=("self.tree.trim(leaf, remaining)", "self.tree.trim(leaf, 1_000)"),
+        evict_takes_the_whole_leaf=("self.tree.count_as_cold(leaf, remaining)", "1_000"),
+        evict_takes_warmer_pages_of_the_leaf=("self.tree.count_as_cold(leaf, remaining)", "remaining"),
+        policy_does_not_hear_of_evictions=("self.tree.policy.evicted(cuts[-1])", "pass"),
         evict_does_not_count=("self._evicted_pages += num_pages - remaining", "pass"),
     ),
     *_of(RadixCache, "num_evictable", stray_pages_hide_nothing=("in self._stray_pages()", "in ()")),
@@ -203,6 +233,7 @@ MUTANTS = [
         RadixCache,
         "fork",
         fork_does_not_retain=("self.pool.retain(page_ids)", "pass"),
+        fork_forgets_the_priority=("priority=table.priority", "priority=0"),
         fork_thinks_all_is_written=("written_len=table.written_len", "written_len=table.seq_len"),
     ),
     *_of(
@@ -224,7 +255,32 @@ MUTANTS = [
         close_leaves_its_leaf_out_of_the_order=("self._settle(page_ids[last:])", "pass"),
     ),
     *_of(RadixCache, "_require_live", closed_tables_can_be_used=("if table not in self.tables:", "if False:")),
-    *_of(RadixCache, "pin", pin_does_not_count=("self.pool.retain(pin.page_ids)", "pass")),
+    *_of(
+        RadixCache,
+        "drop",
+        drop_takes_a_page_that_ends_in_kept_tokens=(
+            "[-(-keep_len // self.page_size) :]",
+            "[keep_len // self.page_size :]",
+        ),
+        drop_does_not_count=("self._dropped_pages += len(page_ids)", "pass"),
+        drop_counts_as_eviction=("self._dropped_pages += len(page_ids)", "self._evicted_pages += len(page_ids)"),
+        drop_does_not_release=("self._release(page_ids)", "pass"),
+        drop_takes_the_whole_edge=("len(doomed), by)", "leaf.pages.size, by)"),
+        drop_ignores_namespaces=("self._lookup.path(wanted, namespace)", 'self._lookup.path(wanted, "")'),
+    ),
+    *_of(
+        Lookup,
+        "path",
+        drop_takes_a_tail_that_differs=("beside.agreed < len(beside.tokens)", "not beside.agreed"),
+        drop_leaves_the_tail=("if beside is None or beside.agreed < len(beside.tokens):", "if True:"),
+    ),
+    *_of(
+        RadixCache,
+        "pin",
+        pin_does_not_count=("self.pool.retain(pin.page_ids)", "pass"),
+        pins_never_reach_their_budget=("> self._max_pinned:", ">= self._max_pinned:"),
+    ),
+    *_of(RadixCache, "_num_pinned", pinned_pages_count_twice=("np.unique(np", "(np")),
     *_of(RadixCache, "unpin", unpin_twice_goes_through=("if pin not in self.pins:", "if False:")),
     *_of(
         RadixCache,
@@ -234,5 +290,52 @@ MUTANTS = [
     ),
     *_of(RadixCache, "_release", nobody_hears_of_one_free_page=("if len(freed) and", "if len(freed) > 1 and")),
     *_of(Lookup, "explain", explain_names_the_wrong_token=("int(there.tokens[agreed])", "int(there.tokens[0])")),
+    *_of(LRU, "inherit", lru_page_takes_the_heat_of_its_end=("max(self._last[page], self._last[gone].max())", "0")),
+    *_of(
+        LRU2,
+        "use",
+        lru2_forgets_the_use_before=("self._before[page_ids] = self.last[page_ids]", "pass"),
+    ),
+    *_of(
+        LRU2,
+        "add",
+        lru2_forgets_its_ghosts=("if self._ghosts else 0", "if False else 0"),
+        lru2_mistakes_one_place_for_another=("int(self._ids[after]) if after else", ""),
+        lru2_new_pages_keep_old_times=("self.last[page_ids] = now", "pass"),
+    ),
+    *_of(LRU2, "inherit", lru2_inherits_the_last_use_alone=("(self._before, self.last)", "(self.last,)")),
+    *_of(
+        LRU2,
+        "evicted",
+        lru2_ghosts_inherit_nothing=("np.maximum.accumulate(self.last[backwards])", "self.last[backwards]"),
+        lru2_ghosts_were_never_used=("self.last[backwards])", "self.last[backwards] * 0)"),
+        lru2_forgets_the_end_last=("page_ids[::-1]", "page_ids"),
+    ),
+    *_of(
+        LRU2,
+        "count_as_cold",
+        lru2_takes_pages_used_twice=("(before > before[-1]) | ", ""),
+        lru2_takes_pages_used_later=(" | (last > last[-1])", ""),
+    ),
+    *_of(
+        Duel,
+        "ask",
+        duel_never_changes_its_mind=("lru2 > lru * (1 + self.HYSTERESIS)", "False"),
+        duel_never_comes_back=("lru2 >= lru if looked_back", "True if looked_back"),
+        duel_sees_no_lead=("lru * (1 + self.HYSTERESIS)", "lru * (1 - self.HYSTERESIS)"),
+        duel_looks_too_often=("if self._num_asked % self._interval:", "if False:"),
+        duel_ranks_nothing_anew=("return self._looks_back != looked_back", "return False"),
+    ),
+    *_of(
+        Duel, "count_as_cold", duel_ranks_one_way_and_cuts_another=("if self._looks_back:", "if not self._looks_back:")
+    ),
+    *_of(
+        Shadow,
+        "ask",
+        shadow_forgets_the_use_before=("key[1] if self._looks_back else 0", "0"),
+        shadow_counts_misses=("len(path) - num_missing", "len(path)"),
+    ),
+    *_of(Shadow, "_known", shadow_forgets_its_ghosts=("if self._ghosts.keys().isdisjoint(ids):", "if True:")),
+    *_of(Shadow, "_evict", shadow_evicts_one_more=("while count > 0", "while count >= 0")),
     *_of(PagePool, "release", freed_pages_are_listed_twice=("self.num_free += len(freed)", "self.num_free += 1")),
 ]

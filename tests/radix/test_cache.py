@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from radixrt.radix import (
-    LRU,
     BrokenInvariant,
     CacheError,
     ClosedTable,
@@ -306,13 +305,17 @@ def test_a_split_keeps_heat() -> None:
     assert (cache.peek(y), cache.peek(x)) == (0, 4)
 
 
-def test_a_match_inside_an_edge_keeps_it_warm() -> None:
+def test_a_match_inside_an_edge_warms_what_it_used_of_it() -> None:
     cache = RadixCache(num_pages=8, page_size=2)
     put(cache, [1, 2, 3, 4])
     put(cache, [5, 6, 7, 8])
     cache.close(cache.open([1, 2]))
-    assert cache.evict(1) == 1
-    assert (cache.peek([5, 6, 7, 8]), cache.peek([1, 2, 3, 4])) == (2, 4)
+    left = []
+    for _ in range(4):
+        left.append((cache.peek([5, 6, 7, 8]), cache.peek([1, 2, 3, 4])))
+        assert cache.evict(1) == 1
+        cache.check()
+    assert left == [(4, 4), (4, 2), (2, 2), (0, 2)]
 
 
 def test_looking_does_not_warm() -> None:
@@ -353,6 +356,7 @@ def test_pins_keep_full_pages_and_unpin_once() -> None:
     cache = RadixCache(num_pages=8, page_size=2)
     put(cache, [1, 2, 3, 4, 5], tail=True)
     pin = cache.pin([1, 2, 3, 4, 5, 6])
+    assert pin is not None
     assert pin.prefix_len == 4
     assert cache.evict(9) == 1
     assert cache.peek([1, 2, 3, 4, 5]) == 4
@@ -362,6 +366,23 @@ def test_pins_keep_full_pages_and_unpin_once() -> None:
     with pytest.raises(ClosedTable):
         cache.unpin(pin)
     assert cache.evict(9) == 2
+    cache.check()
+
+
+def test_pins_over_their_budget_are_refused_and_change_nothing() -> None:
+    cache = RadixCache(num_pages=8, page_size=2, max_pinned=3)
+    put(cache, [1, 2, 3, 4, 5, 6])
+    put(cache, [7, 8])
+    pins = [cache.pin([1, 2, 3, 4]), cache.pin([1, 2, 3, 4, 5, 6])]  # pages in both count once
+    assert None not in pins
+    assert cache.stats().num_pinned == 3
+    assert cache.pin([7, 8]) is None
+    assert cache.stats().num_pins == 2
+    assert cache.evict(9) == 1
+    for pin in pins:
+        assert pin is not None
+        cache.unpin(pin)
+    assert cache.stats().num_pinned == 0
     cache.check()
 
 
@@ -517,7 +538,7 @@ def test_sizes_are_checked() -> None:
 
 
 def test_stats_count_what_happened() -> None:
-    cache = RadixCache(num_pages=8, page_size=2, policy=LRU())
+    cache = RadixCache(num_pages=8, page_size=2, policy="lru")
     put(cache, [1, 2, 3, 4])
     table = cache.open([1, 2, 3, 9])
     run(cache, table, [9])

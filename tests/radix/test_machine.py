@@ -62,7 +62,7 @@ def test_a_recorded_run_repeats(tmp_path: Path) -> None:
 
 def test_a_recording_names_only_operations(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    lines = ({"op": "start", "num_pages": 4, "page_size": 1}, {"op": "save", "path": "/dev/null"})
+    lines = ({"op": "start", "num_pages": 4, "page_size": 1, "policy": "lru"}, {"op": "save", "path": "/dev/null"})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ValueError, match="'save'"):
         replay_operations(path)

@@ -4,6 +4,7 @@ Does not know how the cache works.
 """
 
 from collections import Counter
+from itertools import chain, count, islice
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,17 @@ from radixrt.radix.testing import Disagreement, Simulation, drive
 
 from .mutants import MUTANTS, Mutant
 
-# num_pages, page_size, seed; each for NUM_OPERATIONS with every check
-RUNS = [(9, 4, 1), (6, 2, 2), (24, 2, 3), (4, 1, 4), (9, 4, 5), (6, 2, 6), (12, 4, 7), (24, 2, 8)]
+# num_pages, page_size, seed, policy; each for NUM_OPERATIONS with every check
+RUNS = [
+    (9, 4, 1, "lru"),
+    (6, 2, 2, "lru2"),
+    (24, 2, 3, "duel"),
+    (4, 1, 4, "lru2"),
+    (9, 4, 5, "duel"),
+    (6, 2, 6, "lru"),
+    (12, 4, 7, "lru2"),
+    (24, 2, 8, "lru"),
+]
 NUM_OPERATIONS = 400
 
 
@@ -28,7 +38,17 @@ def branch_between_two_steps() -> None:
     simulation.extend(handle=simulation.fork(handle=child), tokens=[4])
     simulation.close(handle=parent)
     simulation.match(namespace="", tokens=[1, 2, 3])
+    simulation.copy()
+    simulation.confirm()
     simulation.finish()
+
+
+def request(simulation: Simulation, tokens: list[int], priority: int = 0) -> None:
+    """A sequence from open to close."""
+    handle = simulation.open(namespace="", tokens=tokens, priority=priority)
+    simulation.extend(handle=handle, tokens=tokens[len(simulation.tables[handle].tokens) :])
+    simulation.publish(handle=handle, tail=False)
+    simulation.close(handle=handle)
 
 
 def evict_past_held_leaves() -> None:
@@ -45,15 +65,122 @@ def evict_past_held_leaves() -> None:
     simulation.evict(num_pages=1)
     simulation.close(handle=first)
     simulation.close(handle=other)
+    simulation.evict(num_pages=2)
+    simulation.finish()
+
+
+def a_page_is_as_warm_as_what_continued_it() -> None:
+    """9 is used between 1 and its continuation: by the times of 1 alone it would be the warmer one, under LRU-2."""
+    for evict_all in (False, True):
+        simulation = Simulation(num_pages=8, page_size=1, policy="lru2")
+        first = simulation.open(namespace="", tokens=[])
+        simulation.extend(handle=first, tokens=[1])
+        simulation.publish(handle=first, tail=False)
+        request(simulation, [9])
+        simulation.extend(handle=first, tokens=[2])
+        simulation.publish(handle=first, tail=False)
+        simulation.close(handle=first)
+        if evict_all:  # what comes back has the last use that its ghost remembers
+            simulation.evict(num_pages=3)
+            request(simulation, [1])
+            request(simulation, [9])
+        else:
+            request(simulation, [1, 2])
+            holder = simulation.open(namespace="", tokens=[9])
+            simulation.evict(num_pages=1)
+            simulation.close(handle=holder)
+        simulation.evict(num_pages=1)
+        simulation.finish()
+
+
+def a_page_is_as_warm_as_what_forks_made_of_it() -> None:
+    """2 and 3 continue 1 in two forks, each used once; when both are gone, 1 is as warm as the later one."""
+    simulation = Simulation(num_pages=8, page_size=1, policy="lru2")
+    parent = simulation.open(namespace="", tokens=[])
+    simulation.extend(handle=parent, tokens=[1])
+    simulation.publish(handle=parent, tail=False)
+    child, other = simulation.fork(handle=parent), simulation.open(namespace="", tokens=[])
+    for handle, token in ((parent, 2), (other, 9), (child, 3)):
+        simulation.extend(handle=handle, tokens=[token])
+        simulation.publish(handle=handle, tail=False)
+    simulation.close(handle=child)
     simulation.evict(num_pages=1)
+    simulation.close(handle=parent)
+    simulation.close(handle=other)
+    simulation.evict(num_pages=2)
+    simulation.finish()
+
+
+def tails_are_told_apart() -> None:
+    """The live tail that agrees furthest is hit; a cached one that ends what is dropped goes with it."""
+    simulation = Simulation(num_pages=8, page_size=4)
+    handles = [simulation.open(namespace="", tokens=[]) for _ in range(2)]
+    for handle, tokens in zip(handles, ([1, 2], [1, 2, 3]), strict=True):
+        simulation.extend(handle=handle, tokens=tokens)
+        simulation.publish(handle=handle, tail=False)
+    simulation.match(namespace="", tokens=[1, 2, 3, 4])
+    simulation.publish(handle=handles[1], tail=True)
+    for handle in handles:
+        simulation.close(handle=handle)
+    for tokens in ([1, 2], [1, 2, 3]):
+        simulation.drop(namespace="", tokens=tokens, keep_len=0)
+    request(simulation, [*range(16, 28)])
+    simulation.drop(namespace="", tokens=[*range(16, 28)], keep_len=5)
+    simulation.finish()
+
+
+def reset_while_a_copy_waits() -> None:
+    simulation = Simulation(num_pages=8, page_size=4)
+    parent = simulation.open(namespace="", tokens=[])
+    simulation.extend(handle=parent, tokens=[1, 2])
+    simulation.publish(handle=parent, tail=False)
+    child = simulation.fork(handle=parent)
+    simulation.extend(handle=child, tokens=[3])
+    for handle in (parent, child):
+        simulation.close(handle=handle)
+    simulation.reset()
+    simulation.finish()
+
+
+def evict_by_priority() -> None:
+    """A leaf whose beginning has a higher priority than its end: between the two goes a warmer one of low priority."""
+    simulation = Simulation(num_pages=4, page_size=1)
+    request(simulation, [1], priority=1)
+    request(simulation, [1, 2])
+    request(simulation, [3])
+    simulation.evict(num_pages=2)
+    simulation.finish()
+
+
+def duel_changes_its_mind() -> None:
+    """Three sequences come back between scans, which only LRU-2 survives; then each comes back once and soon."""
+    simulation = Simulation(num_pages=12, page_size=2, policy="duel", check_every=10)
+    fresh = count(10)
+    scans = [[*range(3), *islice(fresh, 14)] for _ in range(6)]
+    for token in chain.from_iterable(scans):
+        request(simulation, [1000, 1000, token, token])
+    assert simulation.cache.stats().policy == "duel: lru2"
+    simulation.evict(num_pages=10**9)
+    for tokens in ([7, 7], [7, 7, 8, 8], [9, 9]):
+        request(simulation, tokens)
+    simulation.evict(num_pages=2)  # what was used once: 8 and 9, not the 7 before 8
+    for token in chain.from_iterable(list(islice(fresh, 3)) * 2 for _ in range(16)):
+        request(simulation, [1000, 1000, token, token])
+    assert simulation.cache.stats().policy == "duel: lru"
     simulation.finish()
 
 
 def run() -> None:
     branch_between_two_steps()
     evict_past_held_leaves()
-    for num_pages, page_size, seed in RUNS:
-        drive(num_operations=NUM_OPERATIONS, num_pages=num_pages, page_size=page_size, seed=seed)
+    a_page_is_as_warm_as_what_continued_it()
+    a_page_is_as_warm_as_what_forks_made_of_it()
+    evict_by_priority()
+    tails_are_told_apart()
+    reset_while_a_copy_waits()
+    for num_pages, page_size, seed, policy in RUNS:
+        drive(num_operations=NUM_OPERATIONS, num_pages=num_pages, page_size=page_size, seed=seed, policy=policy)
+    duel_changes_its_mind()
 
 
 def test_the_cache_itself_survives() -> None:

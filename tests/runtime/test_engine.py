@@ -568,6 +568,8 @@ class TestBadInput:
             ({"page_sise": 16}, "page_sise: no such engine setting; known are page_size"),
             ({"page_size": 0}, "page_size: 0 given"),
             ({"num_pages": -3}, "num_pages: -3 given"),
+            ({"eviction": "mru"}, "eviction: 'mru' given; allowed: lru or lru2 or duel"),
+            ({"eviction": ["lru"]}, "eviction: a value of type list of 1 items given; allowed: lru or lru2 or duel"),
             ({"num_pages": None, "kv_memory": "lots"}, "kv_memory: 'lots' given"),
             ({"num_pages": None, "kv_memory": "3B"}, "kv_memory: '3B' given; .* pages, which take 256 bytes each"),
             ({"num_pages": 2**31 - 1}, "kv_memory: a pool of .* pages cannot be allocated"),

@@ -283,7 +283,7 @@ class TestPin:
         engine = make_engine(num_pages=16, page_size=4, pin_budget=0.25)
         engine.generate([[1] * 30], SamplingParams(max_tokens=1))
         pinned = engine.pin([1] * 8)
-        with pytest.raises(InvalidRequest, match="pin: 7 pages asked for, 2 of the 4 that pins may hold are left"):
+        with pytest.raises(InvalidRequest, match="pin: a prompt of 30 tokens given; 2 pages are pinned"):
             engine.pin([1] * 30)
         engine.unpin(pinned)
         engine.unpin(pinned)

@@ -52,6 +52,7 @@ def engine_settings(draw: st.DrawFn) -> dict[str, Any]:
         "prefill_chunk": draw(st.sampled_from([None, 1, 3, 16])),
         "max_running": draw(st.sampled_from([1, 2, 3, 64])),
         "max_bypass": draw(st.sampled_from([0, 1, 16])),
+        "eviction": draw(st.sampled_from(["lru", "lru2", "duel"])),
         "prefix_cache": draw(st.booleans()),
         "num_pages": None,  # resolved by `small_pool`
         "poison": True,
