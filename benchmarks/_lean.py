@@ -12,14 +12,16 @@ import torch
 import torch.nn.functional as F
 
 from radixrt.kernels.backend import AttentionBackend, LayerShape
+from radixrt.kernels.cpu.product import pack
+from radixrt.runtime.backends import choose_product
 from radixrt.runtime.batch import Batch
-from radixrt.runtime.linear import can_pack
+from radixrt.runtime.recipe import can_pack
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
 class LeanModel:
-    """Weights packed for oneDNN, q/k/v and gate/up each one product, residuals added inside the last one of a block.
+    """q/k/v and gate/up each one product, packed as the runtime packs them: for its native product, else for oneDNN.
 
     The head is packed too, beside the embedding it is tied to: a fifth more memory, which the runtime does not take.
     Serves Llama's architecture without biases and with one plain RoPE; its pool holds pages `1..num_pages`.
@@ -86,6 +88,9 @@ def _rope_tables(frequencies: torch.Tensor, length: int, dtype: torch.dtype) -> 
 def _packed(*weights: torch.Tensor) -> Linear:
     """One product with these weights, below each other."""
     weight = torch.cat([weight.detach() for weight in weights])
+    if (native := choose_product(weight.dtype).native) is not None:
+        packed = pack(weight)
+        return lambda x: native(x, packed, None)
     if not can_pack(weight.dtype):
         return lambda x: F.linear(x, weight)
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -93,7 +98,10 @@ def _packed(*weights: torch.Tensor) -> Linear:
 
 
 def _packed_sum(weight: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The product plus the second argument."""
+    """The product plus the second argument; oneDNN adds it inside the product."""
+    if choose_product(weight.dtype).native is not None:
+        product = _packed(weight)
+        return lambda x, other: product(x).add_(other)
     if not can_pack(weight.dtype):
         return lambda x, other: F.linear(x, weight).add_(other)
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight.detach())

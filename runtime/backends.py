@@ -1,4 +1,4 @@
-"""Which attention backend serves a model's layers here, and why. Knows nothing of what a backend computes."""
+"""Which attention backend and which products serve a model here, and why. Knows nothing of what they compute."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from functools import cache
 import torch
 
 from radixrt.kernels.backend import AttentionBackend, LayerShape
-from radixrt.kernels.cpu import native
+from radixrt.kernels.cpu import native, product
 from radixrt.kernels.cpu.native import NativeAttention
+from radixrt.kernels.cpu.product import NativeProduct
 from radixrt.kernels.cpu.torch_attention import TorchAttention
 
 from .errors import ModelError
@@ -59,11 +60,7 @@ def choose_backend(
     """
     if device.type != "cpu":
         return Chosen(probe_backend(device), f"the device is {device}")
-    asked = asked or os.environ.get(CPU_KERNEL) or None
-    if asked not in (None, "native", "torch"):
-        raise ModelError(
-            f"{CPU_KERNEL} is {asked!r}; it must be native or torch, or unset for the faster one that serves"
-        )
+    asked = _resolve(asked)
     if asked == "torch":
         return Chosen(TorchAttention(), "it was asked for")
     unserved = next(filter(None, (native.unserved(dtype, page_size, shape) for shape in shapes)), None)
@@ -76,6 +73,40 @@ def choose_backend(
     if built is not None:
         _warn_unbuilt(built.reason)
     return Chosen(TorchAttention(), f"native cannot serve: {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenProduct:
+    """The native product for a model's weights, or None where oneDNN and torch multiply, and why."""
+
+    native: NativeProduct | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'oneDNN or torch' if self.native is None else 'native'} ({self.reason})"
+
+
+def choose_product(dtype: torch.dtype, *, asked: str | None = None) -> ChosenProduct:
+    """What multiplies by weights of this dtype on the CPU; `asked` as for `choose_backend`.
+
+    Nothing is refused here: to ask for the native kernels is to ask for the attention, and for products that pay.
+    """
+    if _resolve(asked) == "torch":
+        return ChosenProduct(None, "torch was asked for")
+    unserved = product.unserved(dtype)
+    built = None if unserved else native.build()
+    if built is None or built.library is None:
+        return ChosenProduct(None, unserved or "the native library has no build")
+    return ChosenProduct(NativeProduct(built.library), "the same bits in any company by construction")
+
+
+def _resolve(asked: str | None) -> str | None:
+    asked = asked or os.environ.get(CPU_KERNEL) or None
+    if asked not in (None, "native", "torch"):
+        raise ModelError(
+            f"{CPU_KERNEL} is {asked!r}; it must be native or torch, or unset for the faster one that serves"
+        )
+    return asked
 
 
 @cache

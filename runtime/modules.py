@@ -14,8 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import SiLUActivation
 
+from radixrt.kernels.cpu.norm import DTYPES, NativeNorm
+from radixrt.kernels.cpu.product import Weight
+
 from .errors import ModelError
-from .linear import Linear, Workshop
+from .linear import Linear, Workshop, hollow
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -77,16 +80,33 @@ class SoftCapped(nn.Module):
         return by_rows(torch.tanh, self.head(x) / self.cap) * self.cap
 
 
+class Embedding(nn.Module):
+    """Rows of the weight that a head is tied to, read out of the head's panels."""
+
+    def __init__(self, original: nn.Embedding, packed: Weight) -> None:
+        super().__init__()
+        self.packed = packed
+        self.weight = hollow(original.weight.detach())
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.packed.rows(token_ids)
+
+
 class RMSNorm(nn.Module):
     """`x / sqrt(mean(x^2) + eps) * weight`, in float32 inside (Zhang and Sennrich, NeurIPS 2019)."""
 
-    def __init__(self, original: Any, _shop: Workshop) -> None:
+    def __init__(self, original: Any, shop: Workshop) -> None:
         super().__init__()
         self.weight = original.weight
         self.eps: float = original.variance_epsilon
         self._shape = tuple(original.weight.shape)
+        self._native: NativeNorm | None = None
+        if shop.native is not None and original.weight.dtype in DTYPES:
+            self._native = NativeNorm(shop.native.library)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._native is not None and x.dtype == self.weight.dtype:
+            return self._native(x, self.weight, self.eps)
         return F.rms_norm(x, self._shape, self.weight, self.eps)
 
 

@@ -25,6 +25,7 @@ from .threads import threads
 _NUM_TOKENS = 24
 _SPLIT = 11  # tokens of the first of two chunks, so that the second starts inside a page
 _PAGE_SIZE = 4
+_COPIES = (3, 23)  # of all tokens but one: 69 and 529 rows
 
 # Largest difference relative to a row's norm. float64 is not at 1e-12 because most models compute their norms and
 # rotary angles in float32 in any dtype: a last-bit difference there shows as 1e-7.
@@ -36,6 +37,7 @@ class Untouched:
     """What a model's own code gives for the probe's tokens."""
 
     token_ids: torch.Tensor
+    dtype: torch.dtype  # of the model's first parameter
     output: Any
 
 
@@ -78,6 +80,7 @@ def run_untouched(hf_model: Any) -> Untouched:
         hf_model.set_attn_implementation("eager")
         return Untouched(
             token_ids=token_ids,
+            dtype=parameter.dtype,
             output=hf_model(input_ids=token_ids[None], use_cache=False, output_hidden_states=True),
         )
 
@@ -89,7 +92,7 @@ def probe(hf_model: Any, untouched: Untouched, backend: AttentionBackend, *, exa
     attention. Raises ModelError with one line that names the architecture and why it is refused.
     """
     with _refusing(hf_model):
-        dtype, device = next(hf_model.parameters()).dtype, untouched.token_ids.device
+        dtype, device = untouched.dtype, untouched.token_ids.device
         pool = KVPool(backend, -(-_NUM_TOKENS // _PAGE_SIZE), _PAGE_SIZE, dtype, device)
         binding = bind(hf_model)
         hf_model.set_attn_implementation(ATTENTION_NAME)
@@ -114,15 +117,58 @@ def probe(hf_model: Any, untouched: Untouched, backend: AttentionBackend, *, exa
 
 
 def _inexact(hf_model: Any, binding: Binding, pool: KVPool, token_ids: torch.Tensor, together: Any) -> str | None:
-    """Run the second chunk again, its first row alone and on one thread, and say where the bits first differ."""
+    """Where a row's bits depend on the rows beside it: the first place that is seen, None where there is none."""
+    return _differs_from_alone(hf_model, binding, pool, token_ids, together) or _differs_among_many(
+        hf_model, binding, pool, token_ids
+    )
+
+
+def _differs_among_many(hf_model: Any, binding: Binding, pool: KVPool, token_ids: torch.Tensor) -> str | None:
+    """Run a short prompt many times over in one step, up to a step's usual budget of rows, and compare the copies.
+
+    So many rows show what a few cannot: a function that torch cuts for its threads, and computes the ends of otherwise.
+    Both counts are odd, as is the prompt's length, so that whatever the width, it is not all cut evenly.
+    """
+    length = _NUM_TOKENS - 1
+    num_pages = -(-length // _PAGE_SIZE)
+    for copies in _COPIES:
+        many = KVPool(pool.backend, copies * num_pages, _PAGE_SIZE, pool.dtype, token_ids.device)
+        positions = np.arange(length)
+        tables = 1 + np.arange(copies * num_pages).reshape(copies, num_pages)
+        batch = Batch(
+            token_ids=np.tile(token_ids[:length].numpy(force=True), copies),
+            positions=np.tile(positions, copies),
+            write_rows=np.arange(copies * length),
+            write_slots=(tables[:, positions // _PAGE_SIZE] * _PAGE_SIZE + positions % _PAGE_SIZE).reshape(-1),
+            row_indptr=np.arange(copies + 1) * length,
+            page_indptr=np.arange(copies + 1) * num_pages,
+            page_ids=tables.reshape(-1),
+            namespaces=("",) * copies,
+            logit_rows=np.arange(1, copies + 1) * length - 1,
+        )
+        output = run_packed(hf_model, binding, prepare(many, batch, exact=True), batch, output_hidden_states=True)
+        for index, state in enumerate(output.hidden_states or ()):
+            its = state.unflatten(-2, (copies, length))
+            if not torch.equal(its, its.narrow(-3, 0, 1).expand_as(its)):
+                return f"in {_place(index)} a row's bits depend on its place among {copies * length}"
+        if not torch.equal(output.logits, output.logits[:, :1].expand_as(output.logits)):
+            return f"the bits of a row's logits depend on its place among {copies}"
+    return None
+
+
+def _differs_from_alone(
+    hf_model: Any, binding: Binding, pool: KVPool, token_ids: torch.Tensor, together: Any
+) -> str | None:
+    """Run the second chunk again, each row alone and on one thread, and say where the bits first differ."""
     with threads(1):
-        alone = _chunk(hf_model, binding, pool, token_ids, _SPLIT, _SPLIT + 1, exact=True)
-    rest = _chunk(hf_model, binding, pool, token_ids, _SPLIT + 1, _NUM_TOKENS, exact=True)
-    states = zip(together.hidden_states or (), alone.output.hidden_states, rest.output.hidden_states, strict=True)
-    for index, (whole, *parts) in enumerate(states):
-        if not torch.equal(whole, torch.cat(parts, dim=-2)):
+        alone = [
+            _chunk(hf_model, binding, pool, token_ids, row, row + 1, exact=True).output
+            for row in range(_SPLIT, _NUM_TOKENS)
+        ]
+    for index, whole in enumerate(together.hidden_states or ()):
+        if not torch.equal(whole, torch.cat([output.hidden_states[index] for output in alone], dim=-2)):
             return f"in {_place(index)} a row's bits depend on the rows beside it"
-    if not torch.equal(together.logits[:, 0], alone.output.logits[:, 0]):
+    if not torch.equal(together.logits, torch.cat([output.logits for output in alone[::2]], dim=-2)):
         return "the bits of a row's logits depend on the rows beside it"
     return None
 

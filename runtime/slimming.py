@@ -5,10 +5,6 @@ Knows nothing of attention, and of a model's architecture only the names of clas
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,10 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from radixrt.kernels.cpu.product import NativeProduct, Weight, pack
+
 from .attention import ATTENTION_NAME
 from .errors import ModelError
-from .linear import Linear, Workshop, operands
-from .modules import MLP, Attention, ByRows, Experts, RMSNorm, Rotary, Router, SoftCapped, straight
+from .linear import Linear, Workshop, weights_in_place
+from .memory import Memory
+from .modules import MLP, Attention, ByRows, Embedding, Experts, RMSNorm, Rotary, Router, SoftCapped, straight
 
 _Make = Callable[[Any, Workshop], nn.Module]
 _KINDS: dict[str, _Make] = {
@@ -74,21 +73,26 @@ class Slimmed:
         return f"lean for {lean}" + "".join(f"; {name} as loaded: {why}" for name, why in self.kept.items())
 
 
-def slim(hf_model: Any, *, exact: bool, max_rows: int, owned: bool = False) -> Slimmed:
+def slim(
+    hf_model: Any, *, exact: bool, max_rows: int, owned: bool = False, native: NativeProduct | None = None
+) -> Slimmed:
     """Replace modules of `hf_model` in place and free the originals, one by one; the model's results stay the same.
 
     Only modules that are nothing but what their class says are replaced: no adapter in the place of a layer, no hook.
     `owned`: nobody else holds the model's tensors, so memory of replaced weights is given back at once, mapped or not.
 
-    Every linear layer is packed for oneDNN; with `exact`, its rows and those of activations and rotary angles get the
-    same bits whatever stands beside them, on any number of threads. Products take `max_rows` rows at a time.
+    Every linear layer is packed for what multiplies: `native` where it serves, else oneDNN, which then takes `max_rows`
+    rows at a time. With `exact`, rows of products, activations and rotary angles get the same bits whatever stands
+    beside them, on any number of threads.
     """
     parameters = list(hf_model.parameters())
     num_parameters = sum(parameter.numel() for parameter in parameters)
     weight_bytes = sum(parameter.numel() * parameter.itemsize for parameter in parameters)
     del parameters
     hf_model.requires_grad_(False)  # noqa: FBT003
-    slimming = _Slimming(Workshop(exact=exact, max_rows=max_rows), _shared(hf_model), _Memory() if owned else None)
+    shop = Workshop(exact=exact, max_rows=max_rows, native=native)
+    tied = _tied(hf_model) if shop.multiplies_natively(next(hf_model.parameters()).dtype) else frozenset()
+    slimming = _Slimming(shop, _shared(hf_model), tied, Memory() if owned else None)
     with torch.no_grad():
         slimming.children_of(hf_model)
         if slimming.memory is not None:
@@ -109,7 +113,9 @@ def slim(hf_model: Any, *, exact: bool, max_rows: int, owned: bool = False) -> S
 class _Slimming:
     shop: Workshop
     shared: frozenset[int]  # ids of parameters that several modules hold
-    memory: _Memory | None
+    tied: frozenset[int]  # of these, those of an embedding and a head that can both read the panels of one packed copy
+    memory: Memory | None
+    packed: dict[int, Weight] = field(default_factory=dict)  # the copies made of them
     replaced: Counter[str] = field(default_factory=Counter)
     kept: dict[str, str] = field(default_factory=dict)
 
@@ -124,7 +130,7 @@ class _Slimming:
                 if self.memory is not None:
                     self.memory.trim(from_bytes=_TRIM)
                 continue
-            kept = {parameter.data_ptr() for parameter in lean.parameters()} | operands(lean)
+            kept = {parameter.data_ptr() for parameter in lean.parameters()} | weights_in_place(lean)
             parent._modules[name] = lean
             self.replaced[type(child).__name__] += 1
             for parameter in child.parameters():
@@ -142,6 +148,10 @@ class _Slimming:
             lean = _agreeing(module, _RECOGNISED[kind], self)
             if lean is not None:
                 return lean
+        if type(module) is nn.Embedding and id(module.weight) in self.tied:
+            return Embedding(module, self._packed(module.weight))
+        if type(module) is nn.Linear and id(module.weight) in self.tied:
+            return self.shop.linear(module.weight, module.bias, packed=self._packed(module.weight))
         if type(module) is nn.Linear:
             return self.shop.linear(module.weight, module.bias, shared=id(module.weight) in self.shared)
         if kind == "transformers.pytorch_utils.Conv1D" and id(module.weight) not in self.shared:
@@ -152,6 +162,13 @@ class _Slimming:
         if self.shop.exact and type(module).__module__ in _ELEMENTWISE and not isinstance(module, _NOT_ELEMENTWISE):
             return ByRows(module)
         return None
+
+    def _packed(self, weight: torch.Tensor) -> Weight:
+        """Made once, in pieces whose originals go at once: a vocabulary may be a fifth of a model."""
+        if id(weight) not in self.packed:
+            release = None if self.memory is None else self.memory.let_go
+            self.packed[id(weight)] = pack(weight.detach(), release=release)
+        return self.packed[id(weight)]
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -256,6 +273,23 @@ def _shared(hf_model: nn.Module) -> frozenset[int]:
     return frozenset(parameter for parameter, count in counts.items() if count > 1)
 
 
+def _tied(hf_model: nn.Module) -> frozenset[int]:
+    """Ids of the parameters that an embedding and a linear layer have in common, both plain, and no other module."""
+    holders: dict[int, list[nn.Module]] = {}
+    for module in hf_model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append(module)
+    return frozenset(
+        parameter
+        for parameter, modules in holders.items()
+        if {type(module) for module in modules} == {nn.Embedding, nn.Linear}
+        and len(modules) == 2
+        and all(map(_is_plain, modules))
+        and all(getattr(module, "max_norm", None) is None for module in modules)
+    )
+
+
 def _move_softcap(hf_model: Any) -> None:
     """Let the head bound its logits, by rows; the model's own code then leaves them alone."""
     cap, head = vars(hf_model.config).get("final_logit_softcapping"), hf_model.get_output_embeddings()
@@ -274,36 +308,3 @@ def _own_products(hf_model: nn.Module) -> list[str]:
         and not isinstance(module, nn.Embedding)
     }
     return [f"{name} multiplies by weights of its own" for name in sorted(found)]
-
-
-class _Memory:
-    """Gives memory of replaced weights back to the system while the rest is still being replaced.
-
-    Where weights are a mapped file, it stays mapped until its last tensor is gone, and its pages would count beside
-    the packed copies. Where they are not, they lie in arenas of the threads that loaded them, which keep what is freed.
-    """
-
-    def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None)
-        self._files: list[tuple[int, int]] = []  # where files are mapped
-        self._freed = 0
-        if os.path.exists("/proc/self/maps"):  # Linux: elsewhere the system takes such pages when it needs them
-            with open("/proc/self/maps") as maps:
-                found = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .* /", maps.read(), re.MULTILINE)
-            self._files = [(int(low, 16), int(high, 16)) for low, high in found]
-
-    def let_go(self, tensor: torch.Tensor) -> None:
-        """The pages of `tensor` may be dropped: from a file they can be read again; others are only counted here."""
-        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        size = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-        if any(low <= start and start + size <= high for low, high in self._files):
-            if size > 0:
-                self._libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
-        else:
-            self._freed += tensor.nbytes
-
-    def trim(self, *, from_bytes: int) -> None:
-        """Give back what is free, if it is worth the call (1 ms)."""
-        if self._freed >= from_bytes and hasattr(self._libc, "malloc_trim"):  # glibc
-            self._libc.malloc_trim(0)
-            self._freed = 0

@@ -12,7 +12,7 @@ import torch
 from radixrt.kernels.plan import IntArray
 
 from .attention import prepare, run_packed
-from .backends import Chosen, choose_backend, probe_backend
+from .backends import Chosen, choose_backend, choose_product, probe_backend
 from .batch import Batch
 from .errors import ModelError
 from .kv import KVPool
@@ -55,7 +55,10 @@ class TransformerModel:
         wanted = on_cpu and exact is not False
         self._num_parameters = sum(parameter.numel() for parameter in hf_model.parameters())
         untouched = run_untouched(hf_model)
-        self._slimmed = slim(hf_model, exact=wanted, max_rows=_MAX_ROWS, owned=owned) if on_cpu else None
+        self._product = choose_product(self.dtype, asked=cpu_kernel) if on_cpu else None
+        self._slimmed = None
+        if self._product is not None:
+            self._slimmed = slim(hf_model, exact=wanted, max_rows=_MAX_ROWS, owned=owned, native=self._product.native)
         probed = probe(hf_model, untouched, probe_backend(self.device), exact=wanted)
         self._inexact = self._flaw(probed.inexact)
         if wanted and self._inexact is not None:
@@ -105,6 +108,7 @@ class TransformerModel:
             "device": str(self.device),
             "layers": f"{len(self._shapes)}, {' and '.join(shapes)}",
             "attention": "not chosen yet" if self._chosen is None else str(self._chosen),
+            **({} if self._product is None else {"products": str(self._product)}),
             "modules": "as loaded" if self._slimmed is None else str(self._slimmed),
             "exact": "yes, to the bit" if self.exact else f"no: {self._inexact}",
         } | {f"note {i}": note for i, note in enumerate(self.notes, 1)}

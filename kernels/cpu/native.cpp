@@ -1,12 +1,12 @@
-// The native CPU backend's entry points, called from native.py: steps, attention of one layer, copies of pages.
+// The native CPU backend's entry points: steps, attention of one layer, copies of pages, products, norms.
 // Knows nothing of Python or torch: plain pointers and strides, checked by the caller.
 //
 // A layer is one parallel region: new keys and values are written, tasks reduce their pages, and rows that several
 // tasks have read are folded. The parts and their oracle: native/tasks.h, native/tile.h, ../reference.py.
 
-#include <cstdlib>
-#include <memory>
-
+#include "native/norm.h"
+#include "native/product.h"
+#include "native/scratch.h"
 #include "native/tasks.h"
 
 namespace radixrt {
@@ -29,25 +29,6 @@ struct Call {
     int64_t window;  // positions a row reads back from its own; at least 1
     float scale, softcap;
     int32_t threads;
-};
-
-// Memory that a thread keeps between calls: fresh memory would be mapped page by page each time.
-class Scratch {
-   public:
-    template <class T>
-    T* get(int64_t count) {
-        const size_t need = (count * sizeof(T) + 63) / 64 * 64;
-        if (need > size_) {
-            data_.reset(std::aligned_alloc(64, need));
-            size_ = need;
-        }
-        return (T*)data_.get();
-    }
-
-   private:
-    struct Free { void operator()(void* data) const { std::free(data); } };
-    std::unique_ptr<void, Free> data_;
-    size_t size_ = 0;
 };
 
 template <class Format>
@@ -180,6 +161,14 @@ void radixrt_free(Step* step) { delete step; }
 void radixrt_attend_float32(Step* step, const Call* call) { attend<Float32>(*step, *call); }
 
 void radixrt_attend_bfloat16(Step* step, const Call* call) { attend<BFloat16>(*step, *call); }
+
+void radixrt_multiply_float32(const Product* product) { multiply<float>(*product); }
+
+void radixrt_multiply_bfloat16(const Product* product) { multiply<bfloat16>(*product); }
+
+void radixrt_normalise_float32(const Norm* norm) { normalise<float>(*norm); }
+
+void radixrt_normalise_bfloat16(const Norm* norm) { normalise<bfloat16>(*norm); }
 
 // Copy page src[i] to page dst[i] in each cache; page_bytes[c] is the size of a page of cache c.
 void radixrt_copy_pages(void* const* caches, const int64_t* page_bytes, int64_t num_caches, const int64_t* src,

@@ -57,7 +57,7 @@ def build() -> Build:
         command = shlex.split(compiler)
         version = subprocess.run([*command, "--version"], capture_output=True, check=True).stdout
         sources = [_MAIN, *sorted((_SOURCES / "native").glob("*.h"))]
-        flags = (*_FLAGS, *_bfloat16_flags(cpu := _cpu()))
+        flags = (*_FLAGS, *_bfloat16_flags(cpu := cpu_facts()))
         key = hashlib.sha256(version + "\0".join([cpu, *flags, *(path.read_text() for path in sources)]).encode())
         folder = Path(os.path.expanduser(os.environ.get("RADIXRT_CACHE") or "~/.cache/radixrt")) / "native"
         target = folder / f"{key.hexdigest()[:24]}.so"
@@ -103,7 +103,8 @@ def unserved(dtype: torch.dtype, page_size: int, shape: LayerShape) -> str | Non
     return None
 
 
-def _cpu() -> str:
+@cache
+def cpu_facts() -> str:
     """The CPU's vendor and features, as far as the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
@@ -133,14 +134,38 @@ class _Call(ctypes.Structure):
     )
 
 
+class Product(ctypes.Structure):
+    """`Product` in native/product.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "y")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_inputs", "num_outputs", "x_stride", "threads")),
+    )
+
+
+class Norm(ctypes.Structure):
+    """`Norm` in native/norm.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "y")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "width", "x_stride", "threads")),
+        ("eps", ctypes.c_float),
+    )
+
+
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     library.radixrt_prepare.argtypes = (int64, int32, pointer, pointer)
     library.radixrt_prepare.restype = pointer
     library.radixrt_free.argtypes = (pointer,)
-    for name in ("radixrt_attend_float32", "radixrt_attend_bfloat16"):
-        getattr(library, name).argtypes = (pointer, ctypes.POINTER(_Call))
-        getattr(library, name).restype = None
+    for dtype in ("float32", "bfloat16"):
+        for verb, argtypes in (
+            ("attend", (pointer, ctypes.POINTER(_Call))),
+            ("multiply", (ctypes.POINTER(Product),)),
+            ("normalise", (ctypes.POINTER(Norm),)),
+        ):
+            function = getattr(library, f"radixrt_{verb}_{dtype}")
+            function.argtypes, function.restype = argtypes, None
     library.radixrt_copy_pages.argtypes = (pointer, pointer, int64, pointer, pointer, int64, int32)
     library.radixrt_copy_pages.restype = None
     return library

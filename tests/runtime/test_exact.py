@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as hf
 
 from radixrt.kernels.plan import AttentionPlan
 from radixrt.runtime import Engine, FinishEvent, SamplingParams, loop as loop_module
 from radixrt.runtime.batch import Batch
+from radixrt.runtime.errors import ModelError
 from radixrt.runtime.sampler import SamplerRow, sample
 from radixrt.runtime.transformer import TransformerModel
 
@@ -190,8 +192,37 @@ def test_ungrouped_attention_would_be_seen(kernel: str, seen: Logits, monkeypatc
 
 def test_products_of_single_rows_would_be_seen(seen: Logits) -> None:
     """Without padding and tiles the bits of a row depend on how many stand beside it."""
-    model = make("llama", "float32", "native", exact=False)
+    model = make("llama", "float32", "torch", exact=False)
     assert not model.exact
     run(model, range(1)).close()
     with pytest.raises(Different):
         run(model, range(NUM_PROMPTS))
+
+
+SMALL: dict[str, Any] = CONFIG | {"hidden_size": 60, "head_dim": 14, "num_attention_heads": 5}
+OWN_FUNCTIONS: dict[str, tuple[Callable[[], Any], int, Any]] = {  # a config, how wide its function's input is, and that
+    f"lfm2 {width}": (
+        lambda width=width: hf.Lfm2Config(
+            **CONFIG | {"intermediate_size": width}, layer_types=["full_attention"] * 2, block_auto_adjust_ff_dim=False
+        ),
+        width,
+        F.silu,
+    )
+    for width in (77, 100, 129, 200)
+} | {"afmoe": (lambda: hf.AfmoeConfig(**SMALL, num_dense_layers=2), 70, torch.sigmoid)}
+
+
+@pytest.mark.parametrize("name", OWN_FUNCTIONS)
+def test_functions_that_a_model_calls_itself_are_seen(name: str) -> None:
+    """LFM2's MLP calls silu and AfMoE's attention sigmoid, no module. At widths that are no multiple of 64 torch
+    computes the rest with other code, so a row's bits depend on where it stands; at 129 only among some hundred rows.
+    """
+    config, width, function = OWN_FUNCTIONS[name]
+    rows = torch.randn(529, width, generator=torch.Generator().manual_seed(0))
+    if torch.equal(function(rows), torch.cat([function(row[None]) for row in rows])):
+        pytest.skip("on this machine torch's scalar and vector code agree to the bit")
+    model = TransformerModel(tiny.build(config(), dtype=torch.float32))
+    assert not model.exact
+    assert "a row's bits depend on" in model.describe()["exact"]
+    with pytest.raises(ModelError, match="cannot be served with exact=True"):
+        TransformerModel(tiny.build(config(), dtype=torch.float32), exact=True)

@@ -10,8 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from radixrt.runtime import linear
-from radixrt.runtime.linear import Recipe, Workshop, can_pack
+from radixrt.kernels.cpu import product
+from radixrt.runtime import linear, recipe
+from radixrt.runtime.backends import choose_product
+from radixrt.runtime.linear import Workshop
+from radixrt.runtime.recipe import Prepared, Recipe, can_pack
 from radixrt.runtime.threads import threads
 
 MOST = 96  # rows at a time
@@ -41,12 +44,19 @@ def differing(layer: torch.nn.Module, x: torch.Tensor, *, thread_counts: tuple[i
     return found
 
 
+def workshop(kernel: str, *, exact: bool = True, max_rows: int = MOST) -> Workshop:
+    native = choose_product(torch.float32, asked=kernel).native
+    if kernel == "native" and native is None:
+        pytest.skip(f"no native products: {choose_product(torch.float32).reason}")
+    return Workshop(exact=exact, max_rows=max_rows, native=native)
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_rows_are_the_same_bits(dtype: torch.dtype, shape: tuple[int, int], *, biased: bool) -> None:
-    """In every number of rows, on one thread and on two, with more rows than go in one product."""
-    shop = Workshop(exact=True, max_rows=MOST)
+    """By recipe, in every number of rows, on one thread and on two, with more rows than go in one product."""
+    shop = workshop("torch")
     weight = weight_of(*shape, dtype)
     bias = weight_of(shape[0], 1, dtype)[:, 0] if biased else None
     with threads(2):
@@ -58,6 +68,25 @@ def test_rows_are_the_same_bits(dtype: torch.dtype, shape: tuple[int, int], *, b
         assert not differing(layer, x, thread_counts=(1, 2) if found.flaw is None else (1,))
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert float((layer(x) - expected).abs().max()) < TOLERANCES[dtype] * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_native_layers_need_no_recipe(dtype: torch.dtype, shape: tuple[int, int], *, exact: bool) -> None:
+    """Where the rule gives them to the native product; no probe, and the same bits with and without exactness."""
+    shop = workshop("native", exact=exact)
+    weight, bias = weight_of(*shape, dtype), weight_of(shape[0], 1, dtype)[:, 0]
+    layer = shop.linear(weight, bias)
+    assert shop.multiplies_natively(dtype) == (product.unserved(dtype) is None)
+    assert bool(shop.found) != shop.multiplies_natively(dtype)
+    assert isinstance(layer.multiply, Prepared) != shop.multiplies_natively(dtype)
+    if shop.multiplies_natively(dtype):
+        x = rows_of(max(NUMS_ROWS), shape[1], dtype)
+        assert not differing(layer, x, thread_counts=(1, 2))
+        expected = F.linear(x.double(), weight.double(), bias.double())
+        assert float((layer(x) - expected).abs().max()) < TOLERANCES[dtype] * float(expected.abs().max())
+        assert isinstance(shop.linear(weight, bias, shared=True).multiply, Prepared)
 
 
 @pytest.mark.parametrize("num_outputs", [48, 256, 1000, 4000])
@@ -84,9 +113,10 @@ def test_rows_differ_without_padding() -> None:
         pytest.skip("on this machine rows of unpadded products are the same bits in every number of rows tried")
 
 
+@pytest.mark.parametrize("kernel", ["native", "torch"])
 @pytest.mark.parametrize("exact", [False, True])
-def test_any_leading_shape(*, exact: bool) -> None:
-    layer = Workshop(exact=exact, max_rows=8).linear(weight_of(24, 16, torch.float32))
+def test_any_leading_shape(kernel: str, *, exact: bool) -> None:
+    layer = workshop(kernel, exact=exact, max_rows=8).linear(weight_of(24, 16, torch.float32))
     for shape in [(0, 16), (1, 0, 16), (1, 1, 16), (16,), (2, 3, 16), (1, 19, 16), (1, 1, 1, 16)]:
         x = rows_of(1, 16, torch.float32)[0].expand(shape)
         y = layer(x)
@@ -96,13 +126,13 @@ def test_any_leading_shape(*, exact: bool) -> None:
 
 def test_a_shape_is_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     probed = []
-    find = linear._flaw
+    find = recipe._flaw
 
     def flaw(*given: Any) -> str | None:
         probed.append(given)
         return find(*given)
 
-    monkeypatch.setattr(linear, "_flaw", flaw)
+    monkeypatch.setattr(recipe, "_flaw", flaw)
     shop = Workshop(exact=True, max_rows=8)
     for _ in range(3):
         shop.linear(weight_of(24, 16, torch.float32))
@@ -121,10 +151,11 @@ def crooked(x: torch.Tensor, operand: torch.Tensor, bias: torch.Tensor | None) -
 
 
 def test_tiles_of_16_where_the_probe_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_multiplier", lambda _onednn: crooked)
+    monkeypatch.setattr(recipe, "multiplier", lambda _recipe: crooked)
     shop = Workshop(exact=True, max_rows=40)
     layer = shop.linear(torch.ones(2, 2))
-    assert (layer.recipe.least, layer.recipe.most) == (16, 16)
+    assert isinstance(layer.multiply, Prepared)
+    assert (layer.multiply.recipe.least, layer.multiply.recipe.most) == (16, 16)
     assert shop.flaws() == []
     assert not differing(layer, torch.ones(40, 2), thread_counts=(1, 2))
 
@@ -135,28 +166,29 @@ def test_a_flaw_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def multiply(x: torch.Tensor, operand: torch.Tensor, _bias: torch.Tensor | None) -> torch.Tensor:
         return torch.arange(float(len(x)))[:, None].expand(-1, operand.shape[0])
 
-    monkeypatch.setattr(linear, "_multiplier", lambda _onednn: multiply)
+    monkeypatch.setattr(recipe, "multiplier", lambda _recipe: multiply)
     shop = Workshop(exact=True, max_rows=40)
     shop.linear(torch.ones(2, 3))
     assert shop.flaws() == ["products with float32 weights of 2 x 3 depend on the rows beside"]
 
 
-def test_a_shared_weight_is_used_where_it_lies_and_others_are_let_go() -> None:
-    shop = Workshop(exact=True, max_rows=8)
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+def test_a_shared_weight_is_used_where_it_lies_and_others_are_let_go(kernel: str) -> None:
+    shop = workshop(kernel, max_rows=8)
     weight = weight_of(64, 32, torch.float32)
     layer = shop.linear(weight, shared=True)
-    assert layer.operand.data_ptr() == weight.data_ptr()
-    assert linear.operands(layer) == {weight.data_ptr()}
+    assert layer.in_place is not None
+    assert linear.weights_in_place(layer) == {weight.data_ptr()}
     weight.mul_(2)
     torch.testing.assert_close(layer(torch.eye(32)), weight.T)
-    if not can_pack(torch.float32):
+    if kernel == "torch" and not can_pack(torch.float32):
         pytest.skip("oneDNN does not multiply here")
     packed = shop.linear(weight)
     alive = weakref.ref(weight)
     del weight, layer
     gc.collect()
     assert alive() is None
-    assert linear.operands(packed) == set()
+    assert linear.weights_in_place(packed) == set()
     assert packed.weight.shape == (64, 32)
     assert packed.weight.isnan().all()
 
@@ -170,11 +202,11 @@ def test_a_recipe_says_how_many_rows_go_at_a_time(monkeypatch: pytest.MonkeyPatc
 
     x = rows_of(19, 4, torch.float32)
     weight = weight_of(3, 4, torch.float32)
-    for recipe, expected in {
+    for how, expected in {
         Recipe(onednn=True, least=2, most=6): [6, 6, 6, 2],
         Recipe(onednn=False, least=8, most=8): [8, 8, 8],
         Recipe(onednn=True): [19],
     }.items():
         seen.clear()
-        torch.testing.assert_close(linear.run_tiled(multiply, x, weight, None, recipe), x @ weight.T)
+        torch.testing.assert_close(recipe.run_tiled(multiply, x, weight, None, how), x @ weight.T)
         assert seen == expected

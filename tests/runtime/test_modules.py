@@ -21,9 +21,10 @@ from transformers import AttentionInterface
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
+from radixrt.runtime.backends import choose_product
 from radixrt.runtime.errors import ModelError
 from radixrt.runtime.linear import Linear
-from radixrt.runtime.modules import MLP, Attention, Experts, RMSNorm, Rotary, by_rows
+from radixrt.runtime.modules import MLP, Attention, Embedding, Experts, RMSNorm, Rotary, by_rows
 from radixrt.runtime.slimming import Slimmed, slim
 from radixrt.runtime.threads import threads
 
@@ -60,10 +61,11 @@ def built(name: str, dtype: torch.dtype, **changes: Any) -> Any:
     return model
 
 
-def slimmed(model: Any, *, exact: bool = True) -> Slimmed:
+def slimmed(model: Any, *, exact: bool = True, kernel: str = "native") -> Slimmed:
     """Slims it and binds its lean attention to `OwnRow`."""
+    native = choose_product(next(model.parameters()).dtype, asked=kernel).native
     with threads(2):
-        summary = slim(model, exact=exact, max_rows=ROWS)
+        summary = slim(model, exact=exact, max_rows=ROWS, native=native)
     for module in model.modules():
         if isinstance(module, Attention):
             module.radixrt_binding = SimpleNamespace(step=OwnRow)
@@ -99,11 +101,12 @@ def differing(rows: Callable[[int, int], torch.Tensor], *, thread_counts: tuple[
 
 @pytest.mark.parametrize("name", tiny.SERVED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_whole_model_without_attention(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+def test_a_whole_model_without_attention(name: str, dtype: torch.dtype, kernel: str) -> None:
     """The logits it gave before, and the same bits for each row in any company, unless the summary says why not."""
     model = built(name, dtype)
     expected = logits(model)
-    summary = slimmed(model)
+    summary = slimmed(model, kernel=kernel)
     assert not summary.kept
     worst = (logits(model) - expected).double().norm(dim=-1) / expected.double().norm(dim=-1)
     assert float(worst.max()) < TOLERANCES[dtype]
@@ -118,7 +121,7 @@ def test_rows_differ_where_exactness_is_off() -> None:
     found = [
         name
         for name in ("llama", "gpt2", "gemma2")
-        if not slimmed(model := built(name, torch.float32), exact=False).flaws
+        if not slimmed(model := built(name, torch.float32), exact=False, kernel="torch").flaws
         and differing(partial(logits, model), thread_counts=(1, 2))
     ]
     if not found:
@@ -209,15 +212,32 @@ def test_what_disagrees_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_tied_embeddings_stay_tied(name: str) -> None:
-    model = built(name, torch.float32, tie_word_embeddings=True)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+def test_tied_embeddings_stay_tied(name: str, dtype: torch.dtype, kernel: str) -> None:
+    """One copy of the weight serves both: the head's panels, or the embedding's rows where they lie."""
+    model = built(name, dtype, tie_word_embeddings=True)
     model.tie_weights()
-    embedding = model.get_input_embeddings().weight
-    assert model.get_output_embeddings().weight is embedding
-    slimmed(model)
-    assert model.get_output_embeddings().operand.data_ptr() == model.get_input_embeddings().weight.data_ptr()
-    assert model.get_input_embeddings().weight is embedding
+    weight, token_ids, expected = model.get_input_embeddings().weight, torch.arange(20)[None], logits(model)
+    assert model.get_output_embeddings().weight is weight
+    embedded = model.get_input_embeddings()(token_ids).detach()
+    slimmed(model, kernel=kernel)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert torch.equal(embedding(token_ids), embedded)
+    worst = (logits(model) - expected).double().norm(dim=-1) / expected.double().norm(dim=-1)
+    assert float(worst.max()) < TOLERANCES[dtype]
+    if isinstance(embedding, Embedding):
+        assert choose_product(dtype, asked=kernel).native is not None
+        assert head.multiply.keywords["weight"] is embedding.packed
+        alive = weakref.ref(weight)
+        del weight
+        gc.collect()
+        assert alive() is None
+    else:
+        assert embedding.weight is weight
+        head = getattr(head, "head", head)  # of one that bounds its logits
+        assert head.in_place.data_ptr() == weight.data_ptr()
 
 
 def test_originals_are_freed_and_the_model_is_counted() -> None:
@@ -236,9 +256,10 @@ def test_originals_are_freed_and_the_model_is_counted() -> None:
 
 
 MEASURE = """
-import json, re, torch
+import json, re, sys, torch
 from radixrt.runtime.conversion import quiet_transformers
 from radixrt.runtime.loading import _read, resolve
+from radixrt.runtime.backends import choose_product
 from radixrt.runtime.slimming import slim
 
 def memory():
@@ -250,19 +271,21 @@ with quiet_transformers():
 before, _ = memory()  # the file is mapped, its pages not touched
 with torch.inference_mode():
     hf_model(input_ids=torch.arange(24)[None], use_cache=False)
-summary = slim(hf_model.eval(), exact=True, max_rows=512, owned=True)
+native = choose_product(torch.float32, asked=sys.argv[1]).native
+summary = slim(hf_model.eval(), exact=True, max_rows=512, owned=True, native=native)
 after, peak = memory()
 print(json.dumps([summary.weight_bytes, after - before, peak - before]))
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_memory_is_that_of_the_weights() -> None:
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+def test_memory_is_that_of_the_weights(kernel: str) -> None:
     """At the end and at its peak, within 10 %: a replaced weight's mapped pages go before the next one is packed."""
     from radixrt.runtime.conversion import default_model
 
     default_model()
-    run = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=False)
+    run = subprocess.run([sys.executable, "-c", MEASURE, kernel], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     weights, after, peak = json.loads(run.stdout.splitlines()[-1])
     assert after < 1.1 * weights

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <type_traits>
 
 #include "partial.h"
 
@@ -106,15 +105,6 @@ struct Ahead {
         return pieces[i] + ((slice * count + done) * bytes >> shift);
     }
 };
-
-// Call f(integral_constant<min(n, MAX)>); n is at least 1.
-template <int MAX, class F>
-inline void with_constant(int64_t n, const F& f) {
-    if constexpr (MAX > 1) {
-        if (n < MAX) return with_constant<MAX - 1>(n, f);
-    }
-    f(std::integral_constant<int, MAX>{});
-}
 
 // Scores of R rows from `row` on, a block, against C vectors of positions, the first of them `position`. keys[i] points
 // to the first of 8 positions; where HALVES, pages of 8, a vector is two such pieces, else it lies together.

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -12,6 +13,15 @@
 #define UNROLL _Pragma("GCC unroll 8")
 
 namespace radixrt {
+
+// Call f(integral_constant<min(n, MAX)>); n is at least 1.
+template <int MAX, class F>
+inline void with_constant(int64_t n, const F& f) {
+    if constexpr (MAX > 1) {
+        if (n < MAX) return with_constant<MAX - 1>(n, f);
+    }
+    f(std::integral_constant<int, MAX>{});
+}
 
 constexpr int LANES = 16;
 typedef float f32x16 __attribute__((vector_size(64), may_alias));
@@ -101,6 +111,11 @@ inline void narrow(bfloat16* to, f32x16 v) {
     store(to, __builtin_convertvector(v == v ? rounded : (bits >> 16) | 0x40u, u16x16));
 #endif
 }
+
+inline f32x16 to_float(const float* from) { return load<f32x16>(from); }
+inline f32x16 to_float(const bfloat16* from) { return widen(from); }
+inline void from_float(float* to, f32x16 v) { store(to, v); }
+inline void from_float(bfloat16* to, f32x16 v) { narrow(to, v); }
 
 // An element format says how the cache pairs elements that are summed over, and how 16 lanes of such pairs are
 // multiplied and added: `dot(weights, cached, sum)` is sum + weights * cached, over the elements of a pair in order.
