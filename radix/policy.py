@@ -93,7 +93,7 @@ class LRU2:
     """The heat is the time of the use before the last one; among pages used once, which are colder, of that one.
 
     O'Neil, O'Neil, Weikum: The LRU-K page replacement algorithm, SIGMOD 1993. Ghosts remember the last use of evicted
-    prefixes, four for each page of the pool, so that what comes back has been used before. About 0.5 KB a page.
+    prefixes, four for each page of the pool, so that what comes back has been used before. About 0.9 KB a page.
     """
 
     name = "lru2"

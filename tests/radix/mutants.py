@@ -336,6 +336,5 @@ MUTANTS = [
         shadow_counts_misses=("len(path) - num_missing", "len(path)"),
     ),
     *_of(Shadow, "_known", shadow_forgets_its_ghosts=("if self._ghosts.keys().isdisjoint(ids):", "if True:")),
-    *_of(Shadow, "_evict", shadow_evicts_one_more=("while count > 0", "while count >= 0")),
     *_of(PagePool, "release", freed_pages_are_listed_twice=("self.num_free += len(freed)", "self.num_free += 1")),
 ]
