@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
 TORCH ?= $(PINNED_TORCH)
+# Two processes, a file at a time: most tests are Python, which keeps one core busy, and fixtures belong to files.
+PYTEST_FLAGS ?= --numprocesses=2 --dist=loadfile
 # `make deep SHARD=2/4` runs the second quarter of the deep suite.
 SHARD ?= 1/1
 
@@ -46,17 +48,17 @@ demo: setup  ## the main job on the real model
 	$(VENV)/bin/radixrt demo
 
 test: setup  ## the test suite: under 10 minutes on 2 cores
-	$(PY) -m pytest
+	$(PY) -m pytest $(PYTEST_FLAGS)
 
 deep: export RADIXRT_PROFILE := deep
 deep: setup  ## the full counts, hours: SHARD=i/n runs one part of n
-	$(PY) -m pytest
+	$(PY) -m pytest $(PYTEST_FLAGS)
 
 check: setup  ## format, lint, types, then the test suite: what CI runs
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) -m pytest
+	$(PY) -m pytest $(PYTEST_FLAGS)
 
 # Benchmarks share benchmarks/_harness.py, which PYTHONSAFEPATH would hide from them.
 bench bench-full: export PYTHONPATH := benchmarks
