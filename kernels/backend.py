@@ -71,8 +71,12 @@ class AttentionBackend(Protocol):
         Sums are kept in float32, or float64 for float64.
         """
 
-    def copy_pages(self, layers: Sequence[LayerKV], src: IntArray, dst: IntArray) -> None:
-        """Make page `dst[i]` equal to page `src[i]` in every layer; no page is in both lists."""
+    def copy_pages(self, source: Sequence[LayerKV], target: Sequence[LayerKV], src: IntArray, dst: IntArray) -> None:
+        """Make page `dst[i]` of `target` equal to page `src[i]` of `source` in every layer.
+
+        They are the same caches, and no page is in both lists, or one of them is like the other but in host memory
+        (pinned where the device is CUDA; then the copies are queued on the current stream).
+        """
 
     def fill_slots(self, layers: Sequence[LayerKV], slots: IntArray, value: float) -> None:
         """Set every number of these slots, in every layer."""

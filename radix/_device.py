@@ -14,10 +14,15 @@ POISON = 0
 
 
 class Device:
-    """Memory `int64[num_pages + 1, page_size]`. Plans are `planned` until their copies ran, then `unconfirmed`."""
+    """Memory `int64[num_pages + 1, page_size]`, host pages included.
+
+    Plans are `planned` until their copies ran, then `unconfirmed`. `swaps` are copies between device and host, which
+    run when they end: as late as can be.
+    """
 
     def __init__(self, *, num_pages: int, page_size: int) -> None:
         self.page_size = page_size
+        self.swaps: list[PageCopy] = []
         self.planned: list[WritePlan] = []
         self.unconfirmed: list[WritePlan] = []
         self._memory = np.full((num_pages + 1, page_size), POISON, dtype=np.int64)
@@ -36,6 +41,12 @@ class Device:
         self.unconfirmed += self.planned
         self.planned = []
 
+    def end_swaps(self, copies: Sequence[PageCopy], *, failed: bool) -> None:
+        """Run some of the swaps, or ruin their destinations, and forget them."""
+        for copy in copies:
+            self.swaps.remove(copy)
+            self._memory[copy.dst] = POISON if failed else self._memory[copy.src]
+
     def write(self, page_ids: Sequence[int], start: int, paths: NDArray[np.int64]) -> None:
         """Write `paths` at positions [start, start + len(paths)) of a sequence that has `page_ids`."""
         positions = np.arange(start, start + len(paths))
@@ -51,8 +62,12 @@ class Device:
         return bool((self._memory[page_ids] == POISON).all())
 
     def copies(self) -> list[PageCopy]:
-        """The copies that are not confirmed, run or not."""
+        """The copies between pages of the device that are not confirmed, run or not."""
         return [copy for plan in (*self.unconfirmed, *self.planned) for copy in plan.copies]
+
+    def named(self) -> set[int]:
+        """The pages that an unfinished copy names."""
+        return {page for copy in (*self.copies(), *self.swaps) for page in (copy.src, copy.dst)}
 
     def _copy(self, memory: NDArray[np.int64]) -> None:
         for plan in self.planned:

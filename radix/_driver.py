@@ -42,6 +42,11 @@ class Driver:
             (self._confirm, 2),
             (self._evict, 3),
             (self._drop, 3),
+            *(
+                [(self._swap_out, 5), (self._swap_in, 5), (self._end_swaps, 8)]
+                if self.simulation.num_host_pages
+                else []
+            ),
             (self._pin, 2),
             (self._unpin, 2),
             (self._use_closed, 1),
@@ -158,6 +163,23 @@ class Driver:
         namespace, tokens = recent[self._below(len(recent))] if self._below(4) else self._sequence()
         keep_len = self._below(len(tokens) + 2) if self._below(2) else 0
         self.simulation.drop(namespace=namespace, tokens=tokens, keep_len=keep_len)
+
+    def _swap_out(self) -> None:
+        swapped = self.simulation.swapped()
+        keep = swapped[self._below(len(swapped))] if self._below(4) == 0 else None
+        self.simulation.swap_out(num_pages=(1, 1, 2, 4, 10**9)[self._below(5)], keep=keep)
+
+    def _swap_in(self) -> None:
+        swapped = self.simulation.swapped()
+        namespace, tokens = swapped[self._below(len(swapped))]
+        max_pages = (1, 2, None)[self._below(3)]
+        self.simulation.swap_in(namespace=namespace, tokens=tokens, max_pages=max_pages)
+
+    def _end_swaps(self) -> None:
+        """Mostly all of them; else a few, the later ones before the earlier."""
+        if num_swaps := len(self.simulation.device.swaps):
+            first, count = (0, num_swaps) if self._below(2) else (self._below(num_swaps), 1 + self._below(3))
+            self.simulation.end_swaps(first=first, count=count, failed=self._below(6) == 0)
 
     def _pin(self) -> None:
         if len(self.simulation.pins) < 2:

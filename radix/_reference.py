@@ -50,17 +50,24 @@ class CachedPage:
 
 
 class ReferenceTree:
-    """The cached pages by the path of their last token. Every method costs O(pages); the clock is the caller's."""
+    """The cached pages by the path of their last token. Every method costs O(pages); the clock is the caller's.
 
-    def __init__(self, page_size: int, policy: ReferencePolicy) -> None:
+    Pages above `num_pages` are host pages; on any path they come last.
+    """
+
+    def __init__(self, page_size: int, num_pages: int, policy: ReferencePolicy) -> None:
         self.page_size = page_size
+        self.num_pages = num_pages
         self.policy = policy
         self.pages: dict[Path, CachedPage] = {}
         self.owner: dict[int, Path] = {}
         self._children: dict[Path, set[Path]] = {}
 
-    def match(self, namespace: str, tokens: Sequence[int]) -> tuple[list[Path], int]:
-        """The cached full pages of `tokens`, and how many tokens of one more cached page agree."""
+    def is_host(self, page: int) -> bool:
+        return page > self.num_pages
+
+    def match(self, namespace: str, tokens: Sequence[int]) -> list[Path]:
+        """The cached full pages of `tokens`, in either memory."""
         parent, found = namespace_path(namespace), list[Path]()
         for start in range(0, len(tokens), self.page_size):
             page = tokens[start : start + self.page_size]
@@ -69,8 +76,7 @@ class ReferenceTree:
                 break
             parent = path
             found.append(path)
-        rest = tokens[len(found) * self.page_size :]
-        return found, max((agreement(child.tokens, rest) for child in self.children(parent)), default=0)
+        return found
 
     def publish(
         self,
@@ -85,7 +91,8 @@ class ReferenceTree:
     ) -> list[int]:
         """Add the pages of `tokens` from index `start` on, with `tail` the partial last one too.
 
-        Full pages that are there already stay and are used. Returns the pages that the table must have afterwards.
+        Full pages that are there already stay and are used; host pages make way for the table's. Returns the pages that
+        the table must have afterwards.
         """
         parent, pages = namespace_path(namespace), list(page_ids)
         for index in range(len(page_ids)):
@@ -94,6 +101,8 @@ class ReferenceTree:
                 break
             paths = follow(parent, page_tokens)
             path = int(paths[-1])
+            if path in self.pages and self.is_host(self.pages[path].page):
+                self._replace(path, pages[index])
             if path in self.pages and len(page_tokens) == self.page_size:
                 pages[index] = self.pages[path].page
                 self.use([path] if index >= start else [], now, priority)
@@ -116,36 +125,57 @@ class ReferenceTree:
             parent = path
         return pages
 
-    def use(self, paths: Sequence[Path], now: int, priority: int) -> None:
+    def use(self, paths: Sequence[Path], now: int, priority: int | None = None) -> None:
         """Heat these pages, and raise their priority."""
         for path in paths:
             self.pages[path].uses.again(now)
-            self.pages[path].priority = max(self.pages[path].priority, priority)
+            if priority is not None:
+                self.pages[path].priority = max(self.pages[path].priority, priority)
 
-    def evictable(self, held: Collection[int]) -> int:
-        """How many pages tail-first eviction can reach past the pages in `held`."""
+    def evictable(self, held: Collection[int], moving: Collection[int]) -> int:
+        """How many device pages eviction can free: `moving` ones, on their way to the host, are no obstacle."""
         blocked: set[Path] = set()
-        for page in held:
-            path = self.owner.get(page)
+        for page in {*held} - {*moving}:
+            path = None if self.is_host(page) else self.owner.get(page)
             while path is not None and path not in blocked:
                 blocked.add(path)
                 parent = self.pages[path].parent
                 path = parent if parent in self.pages else None
-        return len(self.pages) - len(blocked)
+        freeable = {path for page, path in self.owner.items() if not self.is_host(page) and page not in moving}
+        return len(freeable - blocked)
 
-    def evict(self, num_pages: int, held: Collection[int], freed: Collection[int]) -> list[int]:
-        """Take `num_pages` evictable pages, tail of the coldest leaf first; between equals one that is in `freed`."""
+    def evict(self, num_pages: int, held: Collection[int], moving: Sequence[int], freed: Collection[int]) -> list[int]:
+        """Take `num_pages` evictable device pages, tail of the coldest first, and the host pages that continue them.
+
+        Between equals one goes that is in `freed`. Where all are held, those in `moving` leave in their order until
+        one can go.
+        """
+        evicted = []
+        num_taken = 0
+        while num_taken < num_pages:
+            ends = [p for p, cached in self.pages.items() if self._ends_device(p) and cached.page not in held]
+            if ends:
+                path = self._coldest(ends, freed)
+            else:
+                path = next(self.owner[p] for p in moving if p in self.owner and self._ends_device(self.owner[p]))
+            num_taken += bool(ends)
+            evicted += [self._evict(below) for below in self._below(path)]
+        return evicted
+
+    def evict_host(self, num_pages: int, held: Collection[int], freed: Collection[int]) -> list[int]:
+        """Take up to `num_pages` host pages that nothing continues, the coldest first, as `evict` does."""
         evicted = []
         for _ in range(num_pages):
-            leaves = (p for p, cached in self.pages.items() if not self._children.get(p) and cached.page not in held)
-            coldest = min(leaves, key=lambda p: self._rank(self.pages[p], freed))
-            self.policy.ghosts.add(coldest, self.pages[coldest].uses.last)
-            evicted.append(self._remove(coldest))
+            ends = [p for p, cached in self.pages.items() if self.is_host(cached.page) and not self._children.get(p)]
+            ends = [p for p in ends if self.pages[p].page not in held]
+            if not ends:
+                break
+            evicted.append(self._evict(self._coldest(ends, freed)))
         return evicted
 
     def drop(self, namespace: str, tokens: Sequence[int], keep_len: int, held: Collection[int]) -> list[int]:
         """Take the pages of `tokens` past `keep_len`, from the end up to one that is held or continued."""
-        found, _ = self.match(namespace, tokens)
+        found = self.match(namespace, tokens)
         rest = tokens[len(found) * self.page_size :]
         tails = self.children(found[-1] if found else namespace_path(namespace))
         found += [int(tail.paths[-1]) for tail in tails if 0 < len(tail.tokens) == agreement(tail.tokens, rest)]
@@ -156,6 +186,36 @@ class ReferenceTree:
             dropped.append(self._remove(path))
         return dropped
 
+    def coldest(self, num_pages: int, held: Collection[int], chosen: Collection[int]) -> list[int]:
+        """Up to `num_pages` device pages to swap out, in order: as `evict` would take them.
+
+        Between equals one goes that is in `chosen`. Pages that several continue have to wait.
+        """
+        found: list[int] = []
+        while len(found) < num_pages:
+            ends = [p for p in self.pages if self._ends_device(p) or self._ends_device_but_for(p, found)]
+            ends = [p for p in ends if self.pages[p].page not in (*held, *found)]
+            if not ends:
+                break
+            found.append(self.pages[self._coldest(ends, chosen)].page)
+        return found
+
+    def move(self, src: int, dst: int) -> bool:
+        """Put `dst` in the place of `src`, a page of the other memory, if device pages still come before host pages.
+
+        What it followed on the device is as warm as it was, where it leaves.
+        """
+        path = self.owner.get(src)
+        if path is None:
+            return False
+        parent = self.pages.get(self.pages[path].parent)
+        fits = self._ends_device(path) if self.is_host(dst) else parent is None or not self.is_host(parent.page)
+        if fits:
+            self._replace(path, dst)
+            if self.is_host(dst) and parent is not None:
+                parent.uses.inherit(self.pages[path].uses)
+        return fits
+
     def children(self, parent: Path) -> list[CachedPage]:
         """The pages that continue `parent`."""
         return [self.pages[path] for path in self._children.get(parent, ())]
@@ -164,8 +224,8 @@ class ReferenceTree:
         """Pages that nothing continues."""
         return sum(not self._children.get(path) for path in self.pages)
 
-    def _rank(self, leaf: CachedPage, freed: Collection[int]) -> tuple[int, tuple[int, ...], bool]:
-        return leaf.priority, self.policy.heat(leaf.uses), leaf.page not in freed
+    def _rank(self, end: CachedPage, chosen: Collection[int]) -> tuple[int, tuple[int, ...], bool]:
+        return end.priority, self.policy.heat(end.uses), end.page not in chosen
 
     def _supersede(self, parent: Path, page_tokens: Sequence[int]) -> list[CachedPage]:
         """Drop the partial leaf that `page_tokens` continue, if there is one."""
@@ -178,6 +238,33 @@ class ReferenceTree:
         if gone.parent in self.pages:
             self.pages[gone.parent].uses.inherit(gone.uses)
         return gone.page
+
+    def _evict(self, path: Path) -> int:
+        """Take one leaf page, and remember when it was used."""
+        self.policy.ghosts.add(path, self.pages[path].uses.last)
+        return self._remove(path)
+
+    def _ends_device(self, path: Path) -> bool:
+        """Whether this is a device page that no device page continues."""
+        after = (child.page for child in self.children(path))
+        return not self.is_host(self.pages[path].page) and all(map(self.is_host, after))
+
+    def _ends_device_but_for(self, path: Path, pages: Collection[int]) -> bool:
+        """Whether this is a device page whose only child, on the same edge, is one of `pages`."""
+        return [child.page in pages for child in self.children(path)] == [True]
+
+    def _coldest(self, paths: Iterable[Path], chosen: Collection[int]) -> Path:
+        return min(paths, key=lambda path: self._rank(self.pages[path], chosen))
+
+    def _below(self, path: Path) -> list[Path]:
+        """This page and all that continues it, the last first."""
+        children = sorted(self.children(path), key=lambda child: child.tokens)
+        return [*(below for child in children for below in self._below(int(child.paths[-1]))), path]
+
+    def _replace(self, path: Path, page: int) -> None:
+        del self.owner[self.pages[path].page]
+        self.pages[path].page = page
+        self.owner[page] = path
 
     def _add(self, cached: CachedPage) -> None:
         path = int(cached.paths[-1])

@@ -24,7 +24,7 @@ from .cache import RadixCache
 from .errors import CacheError, ClosedTable, LiveTables
 from .policy import Duel
 from .table import PageTable
-from .values import WritePlan
+from .values import Match, PageCopy, WritePlan
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -83,23 +83,24 @@ class Simulation:
         num_pages: int,
         page_size: int,
         policy: str = "lru",
+        num_host_pages: int = 0,
         check_every: int = 1,
         make_cache: Callable[..., RadixCache] = RadixCache,
     ) -> None:
+        sizes = {"num_pages": num_pages, "page_size": page_size, "num_host_pages": num_host_pages}
         self.max_pinned = num_pages // 2
         self.cache = make_cache(
-            num_pages=num_pages,
-            page_size=page_size,
-            policy=_duel(num_pages, page_size) if policy == "duel" else policy,
+            **sizes,
+            policy=_duel(num_pages + num_host_pages, page_size) if policy == "duel" else policy,
             max_pinned=self.max_pinned,
             on_free=self._on_free,
         )
-        self.device = Device(num_pages=num_pages, page_size=page_size)
-        self.page_size, self.num_pages, self.policy, self.check_every = page_size, num_pages, policy, check_every
+        self.device = Device(num_pages=num_pages + num_host_pages, page_size=page_size)
+        self.page_size, self.num_pages, self.num_host_pages = page_size, num_pages, num_host_pages
+        self.policy, self.check_every = policy, check_every
         self.expected = Expected(page_size=page_size, tree=self._new_tree(), device=self.device)
         self.tables, self.pins = self.expected.tables, self.expected.pins
-        start = {"op": "start", "num_pages": num_pages, "page_size": page_size, "policy": policy}
-        self.operations: list[dict[str, Any]] = [start]
+        self.operations: list[dict[str, Any]] = [{"op": "start", **sizes, "policy": policy}]
         self.recent: list[tuple[str, list[int]]] = [("", [])]
         self.freed: list[int] = []
         self.now = 0
@@ -114,48 +115,66 @@ class Simulation:
     def match(self, *, namespace: str, tokens: list[int]) -> None:
         """match, peek and explain: the longest agreement, and nothing changes."""
         before = self.snapshot()
-        page_ids, tail_len = self.expected.longest(namespace, tokens)
+        longest = self.expected.longest(namespace, tokens)
         match = self.cache.match(tokens, namespace=namespace)
-        length = len(page_ids) * self.page_size + tail_len
-        equal(match.page_ids.tolist(), page_ids, "match.page_ids")
-        equal((match.prefix_len, match.tail_len, match.length), (length - tail_len, tail_len, length), "match")
-        equal(match.tail_page is None, tail_len == 0, "match.tail_page is None")
-        pages = page_ids if match.tail_page is None else [*page_ids, match.tail_page]
-        content = self.device.settled()[pages].reshape(-1)[:length]
-        equal(content.tolist(), follow(namespace_path(namespace), tokens[:length]).tolist(), "content of a match")
-        equal(self.cache.peek(tokens, namespace=namespace), length, "peek")
-        self._explain(namespace, tokens, length)
+        prefix_len, num_host = len(longest.page_ids) * self.page_size, len(longest.host_ids)
+        equal(match.page_ids.tolist(), longest.page_ids, "match.page_ids")
+        holds(match.tail_len in longest.tail_lens, f"match.tail_len {match.tail_len} is not in {longest.tail_lens}")
+        equal((match.prefix_len, match.length), (prefix_len, prefix_len + match.tail_len), "match")
+        equal(match.tail_page is None, match.tail_len == 0, "match.tail_page is None")
+        equal(match.length + match.host_len, longest.total_len, "match.length + match.host_len")
+        equal(bool(len(match.host_ids)), match.host_len > 0, "match.host_ids, where there is match.host_len")
+        if match.host_len:
+            equal(match.host_ids[:num_host].tolist(), longest.host_ids, "match.host_ids")
+            num_pages = -(-longest.total_len // self.page_size) - len(longest.page_ids)
+            equal(len(match.host_ids), num_pages, "length of match.host_ids")
+            holds(match.host_ids.min() > self.num_pages, f"match.host_ids {match.host_ids} has device pages")
+        self._content(namespace, tokens[: match.length], match.page_ids.tolist(), match.tail_page)
+        if match.host_len:
+            whole = tokens[: longest.total_len]
+            self._content(namespace, whole, [*match.page_ids.tolist(), *match.host_ids.tolist()], None)
+        equal(self.cache.peek(tokens, namespace=namespace), match.length, "peek")
+        self._explain(namespace, tokens, match)
         equal(self.snapshot(), before, "snapshot after look-ups")
 
-    def _explain(self, namespace: str, tokens: list[int], length: int) -> None:
-        explanation = self.cache.explain(tokens, namespace=namespace)
-        equal(explanation.matched, length, "explain.matched")
+    def _content(self, namespace: str, tokens: list[int], page_ids: list[int], tail_page: int | None) -> None:
+        pages = page_ids if tail_page is None else [*page_ids, tail_page]
+        content = self.device.settled()[pages].reshape(-1)[: len(tokens)]
+        equal(content.tolist(), follow(namespace_path(namespace), tokens).tolist(), "content of a match")
+
+    def _explain(self, namespace: str, tokens: list[int], match: Match) -> None:
+        explanation, stop = self.cache.explain(tokens, namespace=namespace), match.length + match.host_len
+        equal((explanation.matched, explanation.host_len), (match.length, match.host_len), "explain.matched, host_len")
         if explanation.diverged_at is not None:
-            equal((explanation.diverged_at, explanation.got), (length, tokens[length]), "explain.diverged_at, got")
+            equal((explanation.diverged_at, explanation.got), (stop, tokens[stop]), "explain.diverged_at, got")
             if explanation.expected is None:
                 raise Disagreement("explain names a divergence without the token that was there")
-            page_ids, tail_len = self.expected.longest(namespace, [*tokens[:length], explanation.expected])
-            equal(len(page_ids) * self.page_size + tail_len, length + 1, "what is cached of explain.expected")
-        holds(
-            explanation.evicted_by in (None, "evict", "extend", "drop"), f"explain.evicted_by: {explanation.evicted_by}"
-        )
+            longest = self.expected.longest(namespace, [*tokens[:stop], explanation.expected])
+            equal(longest.total_len, stop + 1, "what is cached of explain.expected")
+        known = (None, "evict", "extend", "drop", "swap_out", "swap_in")
+        holds(explanation.evicted_by in known, f"explain.evicted_by: {explanation.evicted_by}")
 
     # Tables -----------------------------------------------------------------------------------------------------
 
     @operation
     def open(self, *, namespace: str, tokens: list[int], label: str = "", priority: int = 0) -> int:
         """Open a table; the number that names it from now on."""
-        page_ids, tail_len = self.expected.longest(namespace, tokens)
-        length = len(page_ids) * self.page_size + tail_len
-        tree, (touched, _) = self.expected.tree, self.expected.tree.match(namespace, tokens)
-        paths = follow(namespace_path(namespace), tokens)
+        longest, tree = self.expected.longest(namespace, tokens), self.expected.tree
+        page_ids, paths = longest.page_ids, follow(namespace_path(namespace), tokens)
+        touched = tree.match(namespace, tokens)[: len(page_ids)]
         tree.policy.ask(paths[self.page_size - 1 :: self.page_size].tolist())
         table = self.cache.open(tokens, namespace=namespace, label=label, priority=priority)
-        equal((table.seq_len, table.label, table.priority), (length, label, priority), "open: seq_len, label, priority")
+        length, tail_len = table.seq_len, table.seq_len - len(page_ids) * self.page_size
+        holds(tail_len in longest.tail_lens, f"open: a tail of {tail_len} tokens is not in {longest.tail_lens}")
+        equal((table.label, table.priority), (label, priority), "open: label, priority")
         equal(table.page_ids[: len(page_ids)].tolist(), page_ids, "open: full pages")
         tail_path = tree.owner.get(int(table.page_ids[-1])) if tail_len else None
         tree.use(touched if tail_path is None else [*touched, tail_path], self.now, priority)
         self.expected.totals.update(opened=1, opened_tokens=len(tokens), hit_tokens=length)
+        for index, page in enumerate(table.page_ids.tolist()):
+            if page in self.expected.came_back:
+                self.expected.came_back.remove(page)
+                self.expected.totals["host_hit_tokens"] += min(self.page_size, length - index * self.page_size)
         self._remember(namespace, tokens)
         return self._adopt(
             Live(
@@ -167,6 +186,7 @@ class Simulation:
                 known=length,
                 written=length,
                 priority=priority,
+                borrows=tail_len > 0,
             )
         )
 
@@ -181,7 +201,7 @@ class Simulation:
         shared_len = agreement(first.tokens, result) if first is not None else 0
         need, shared, copies = self.expected.need(live, len(result), shared_len)
         free, held = self.cache.num_free, self.expected.held()
-        possible = need <= free + self.expected.tree.evictable(held)
+        possible = need <= free + self.expected.tree.evictable(held, self.expected.moving())
         before = None if possible and not fail_at else self.snapshot()
         with failing_alloc(self.cache, fail_at if need <= free else 0) as refused:
             chief = first.table if first is not None else None
@@ -199,7 +219,7 @@ class Simulation:
         if first is not None:
             equal([page_ids[i] for i in shared], [first.page_ids[i] for i in shared], "extend: pages of the leader")
         live.paths = np.concatenate([live.paths, follow(live.end, tokens)])
-        live.tokens, live.page_ids = result, page_ids
+        live.tokens, live.page_ids, live.borrows = result, page_ids, live.borrows and not tokens
         self._remember(live.namespace, result)
         return True
 
@@ -219,7 +239,7 @@ class Simulation:
             src, dst = live.page_ids[-1], int(live.table.page_ids[len(live.page_ids) - 1])
             expected = (origins.get(src, src), dst, len(live.tokens) % self.page_size)
             equal((copy.src, copy.dst, copy.num_tokens), expected, "copy.src, dst, num_tokens")
-        self.expected.totals["copied_pages"] += num_copies
+        self.expected.totals["reused_copies" if live.borrows else "forked_copies"] += num_copies
         if num_copies:
             self.device.planned.append(plan)
         else:
@@ -264,7 +284,9 @@ class Simulation:
             return
         self.cache.truncate(live.table, seq_len)
         live.tokens, live.paths = live.tokens[:seq_len], live.paths[:seq_len]
-        live.page_ids = live.page_ids[: -(-seq_len // self.page_size)]
+        num_pages = -(-seq_len // self.page_size)
+        live.borrows = live.borrows and num_pages == len(live.page_ids)
+        live.page_ids = live.page_ids[:num_pages]
         live.known, live.written = min(live.known, seq_len), min(live.written, seq_len)
 
     @operation
@@ -321,6 +343,7 @@ class Simulation:
         for index in range(live.written // self.page_size, len(live.page_ids)):
             page = live.page_ids[index]
             holds(page not in self.expected.tree.owner, f"page {page} of the tree is written")
+            holds(page not in self.device.named(), f"page {page} is written while a copy names it")
             start, stop = max(live.written, index * self.page_size), (index + 1) * self.page_size
             for other in self.tables.values():
                 if other is not live and page in other.page_ids:
@@ -330,13 +353,91 @@ class Simulation:
 
     def _on_free(self, page_ids: NDArray[np.int32]) -> None:
         freed = set(page_ids.tolist())
-        in_copy = {page for copy in self.device.copies() for page in (copy.src, copy.dst)}
-        equal(freed & in_copy, set(), "pages freed while a copy names them")
+        equal(freed & self.device.named(), set(), "pages freed while a copy names them")
         if self._publishing:
             listed = {page for live in self.tables.values() for page in live.table.page_ids.tolist()}
             equal(freed & listed, set(), "pages freed before the table that lists them was re-pointed")
         self.freed.extend(page_ids.tolist())
+        self.expected.came_back -= freed
         self.device.poison(freed)
+
+    # Between device and host -------------------------------------------------------------------------------------
+
+    def swapped(self) -> list[tuple[str, list[int]]]:
+        """The recent sequences of which a part is in host memory, or all recent ones."""
+        found = [(name, tokens) for name, tokens in self.recent if self.cache.match(tokens, name).host_len]
+        return found or self.recent
+
+    @operation
+    def swap_out(self, *, num_pages: int, keep: tuple[str, list[int]] | None = None) -> None:
+        """Begin to swap out; the coldest pages, as many as find a host page, for which the coldest are dropped.
+
+        Nothing of the sequence `keep`, a namespace and tokens, is among either.
+        """
+        tree, held = self.expected.tree, self.expected.held()
+        num_free = self.cache.pool.num_free_host
+        match = None if keep is None else self.cache.match(keep[1], keep[0])
+        if match is not None:
+            held |= {*match.page_ids.tolist(), *match.host_ids.tolist()}
+        copies = self.cache.swap_out(num_pages, by="swap_out", keep=match)
+        src = tree.coldest(num_pages, held, [copy.src for copy in copies])
+        dropped = tree.evict_host(max(0, len(src) - num_free), held, self.freed)
+        self._dropped(dropped)
+        self.device.swaps += copies
+        num_possible = num_free + len(dropped)
+        equal([copy.src for copy in copies], src[:num_possible], "pages that swap out")
+        holds(all(tree.is_host(copy.dst) for copy in copies), "a page swaps out to the device")
+        self._check_swaps(copies)
+
+    @operation
+    def swap_in(self, *, namespace: str, tokens: list[int], max_pages: int | None) -> None:
+        """Begin to swap in; the first pages of the path that are in host memory and not under way, or none at all."""
+        tree, held = self.expected.tree, self.expected.held()
+        match = self.cache.match(tokens, namespace=namespace)
+        src = [page for page in match.host_ids.tolist()[:max_pages] if page not in self.device.named()]
+        touched = [*match.page_ids.tolist(), *match.host_ids.tolist()[:max_pages]]
+        held |= set(match.page_ids.tolist())
+        num_missing = len(src) - self.cache.num_free
+        moving = [page for page in self.expected.moving() if page not in match.page_ids]
+        possible = num_missing <= tree.evictable(held, moving)
+        before = self.snapshot()
+        copies = self.cache.swap_in(tokens, namespace, max_pages, by="swap_in")
+        if copies is None:
+            holds(not possible, f"swap_in found no room for {len(src)} pages; there was")
+            equal(self.snapshot(), before, "snapshot after a swap_in that found no room")
+            return
+        holds(possible, f"swap_in found room for {len(src)} pages; there was none")
+        equal([copy.src for copy in copies], src, "pages that swap in")
+        self._evict_expected(num_missing, held, moving)
+        self.device.swaps += copies
+        if src:
+            tree.use([tree.owner[page] for page in touched], self.now)
+        self._check_swaps(copies)
+
+    def _check_swaps(self, copies: tuple[PageCopy, ...]) -> None:
+        dst = [copy.dst for copy in copies]
+        equal(len({*dst}), len(dst), "distinct destinations")
+        holds(not {*dst} & self.expected.tree.owner.keys(), f"swaps to pages {dst} of the tree")
+        equal({copy.num_tokens for copy in copies} - {self.page_size}, set(), "tokens in a swap")
+
+    @operation
+    def end_swaps(self, *, first: int, count: int, failed: bool) -> None:
+        """Some of the copies end, in any order, well or not; telling it twice is refused."""
+        copies = tuple(self.device.swaps[first : first + count])
+        self.device.end_swaps(copies, failed=failed)
+        if failed:
+            self.cache.swaps_failed(copies)
+        else:
+            self.cache.swaps_done(copies)
+        tree = self.expected.tree
+        for copy in copies:
+            moves = not failed and copy.src not in self.expected.held() and tree.move(copy.src, copy.dst)
+            if moves:
+                self.expected.totals["swapped_out" if tree.is_host(copy.dst) else "swapped_in"] += 1
+                self.expected.came_back |= set() if tree.is_host(copy.dst) else {copy.dst}
+            holds((copy.src if moves else copy.dst) in self.freed, f"a page of {copy} is not free after it ended")
+        if copies:
+            self._refused(CacheError, lambda: self.cache.swaps_done(copies))
 
     # The whole cache --------------------------------------------------------------------------------------------
 
@@ -344,16 +445,22 @@ class Simulation:
     def evict(self, *, num_pages: int) -> None:
         """Evict; exactly as many as asked or possible, the coldest first."""
         held = self.expected.held()
-        expected = min(num_pages, self.expected.tree.evictable(held))
+        expected = min(num_pages, self.expected.tree.evictable(held, self.expected.moving()))
         equal(self.cache.evict(num_pages, by="evict"), expected, f"pages evicted of {num_pages}")
         self._evict_expected(expected, held)
 
-    def _evict_expected(self, num_pages: int, held: set[int]) -> None:
+    def _evict_expected(self, num_pages: int, held: set[int], moving: list[int] | None = None) -> None:
         """Take from the expected tree what was to be evicted, and compare it with the pages that became free."""
-        evicted = self.expected.tree.evict(max(0, num_pages), held, self.freed)
-        equal(sorted(self.freed), sorted(evicted), "pages evicted")
-        self.expected.totals["evicted_pages"] += len(evicted)
+        moving = self.expected.moving() if moving is None else moving
+        evicted = self.expected.tree.evict(max(0, num_pages), held, moving, self.freed)
+        self._dropped(evicted)
         self.short = self.short or bool(evicted)
+
+    def _dropped(self, page_ids: list[int]) -> None:
+        """These pages left the tree: they are free, unless a swap names them."""
+        equal(sorted(self.freed), sorted(set(page_ids) - self.device.named()), "pages evicted")
+        num_host = sum(map(self.expected.tree.is_host, page_ids))
+        self.expected.totals.update(evicted_pages=len(page_ids) - num_host, evicted_host_pages=num_host)
 
     @operation
     def drop(self, *, namespace: str, tokens: list[int], keep_len: int) -> None:
@@ -361,15 +468,15 @@ class Simulation:
         if keep_len > len(tokens):
             self._refused(CacheError, lambda: self.cache.drop(tokens, keep_len, namespace))
             return
-        dropped = self.expected.tree.drop(namespace, tokens, keep_len, self.expected.held())
+        dropped = self.expected.tree.drop(namespace, tokens, keep_len, self.expected.held_but_for_swaps())
         equal(self.cache.drop(tokens, keep_len, namespace), len(dropped), "number of pages dropped")
-        equal(sorted(self.freed), sorted(dropped), "pages dropped")
+        equal(sorted(self.freed), sorted(set(dropped) - self.device.named()), "pages dropped")
         self.expected.totals["dropped_pages"] += len(dropped)
 
     @operation
     def pin(self, *, namespace: str, tokens: list[int]) -> int | None:
         """Pin the full pages of `tokens`; the number of the pin, None if pins would hold too many pages."""
-        page_ids, _ = self.expected.longest(namespace, tokens)
+        page_ids = self.expected.longest(namespace, tokens).page_ids
         before = self.snapshot()
         pin = self.cache.pin(tokens, namespace=namespace)
         if len(self.expected.pinned() | set(page_ids)) > self.max_pinned:
@@ -392,7 +499,7 @@ class Simulation:
     @operation
     def reset(self) -> None:
         """Reset; refused while anything lives."""
-        if self.tables or self.pins or self.device.copies():
+        if self.tables or self.pins or self.device.named():
             self._refused(LiveTables, self.cache.reset)
             return
         self.cache.reset()
@@ -402,6 +509,8 @@ class Simulation:
     def finish(self) -> None:
         """End everything: all pages are free or cached; then reset: all are free."""
         self.step()
+        if self.device.swaps:
+            self.end_swaps(first=0, count=len(self.device.swaps), failed=False)
         for pin in list(self.pins):
             self.unpin(pin=pin)
         for handle in list(self.tables):
@@ -422,7 +531,7 @@ class Simulation:
     def snapshot(self) -> object:
         """Everything that must be as before where nothing may change, the shape of the tree and its heats included."""
         nodes = [
-            (node.id, node.start, node.rank, node.tokens.view.tolist(), node.pages.view.tolist())
+            (node.id, node.start, node.rank, node.host_rank, node.tokens.view.tolist(), node.pages.view.tolist())
             for node in self.cache.tree.nodes.values()
         ]
         heats = [self.cache.tree.policy.heat(page) for page in self.expected.tree.owner]
@@ -432,6 +541,7 @@ class Simulation:
         ]
         return (
             self.cache.stats(),
+            list(self.cache.swaps),
             self.cache.pool.refs.tolist(),
             self.cache.pool.free_pages().tolist(),
             nodes,
@@ -458,8 +568,9 @@ class Simulation:
         return name
 
     def _new_tree(self) -> ReferenceTree:
-        policy = ReferencePolicy(self.policy, num_pages=self.num_pages, interval=DUEL_INTERVAL)
-        return ReferenceTree(self.page_size, policy)
+        num_pages = self.num_pages + self.num_host_pages
+        policy = ReferencePolicy(self.policy, num_pages=num_pages, interval=DUEL_INTERVAL)
+        return ReferenceTree(self.page_size, self.num_pages, policy)
 
     def _remember(self, namespace: str, tokens: list[int]) -> None:
         self.recent.append((namespace, tokens))

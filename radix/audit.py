@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .errors import require
-from .node import Node
+from .node import Node, Rank
 from .tails import anchor_of
 from .tokens import EMPTY, IntArray, page_key
 from .tree import RadixTree
@@ -27,7 +27,8 @@ def audit(cache: RadixCache) -> None:
     cache.pool.check()
     paths = _paths(cache.tree)
     _check_owners(cache.tree)
-    _check_order(cache.tree, cache.pool.refs)
+    _check_tiers(cache)
+    _check_orders(cache.tree, cache.pool.refs)
     _check_counts(cache)
     _check_tables(cache, paths)
     _check_tails(cache)
@@ -97,19 +98,46 @@ def _check_owners(tree: RadixTree) -> None:
     require(tree.num_leaves == leaves, f"the tree counts {tree.num_leaves} leaves and has {leaves}")
 
 
-def _check_order(tree: RadixTree, refs: IntArray) -> None:
-    """A leaf is in the eviction order exactly while its last page has count 1, and no page outranks one before it."""
-    expected = []
+def _check_tiers(cache: RadixCache) -> None:
+    """On every path device pages precede host pages, and nodes know where one ends and the other begins."""
+    stop = cache.pool.num_pages
+    for node in cache.tree.nodes.values():
+        name, pages, parent = f"node {node.id}", node.pages.view, node.parent
+        wrong = (pages <= stop) != (np.arange(len(pages)) < node.num_device)
+        require(not wrong.any(), f"{name} says that {node.num_device} of its pages {pages} lie on the device")
+        warm = sum(child.num_device > 0 for child in node.children or ())
+        require(node.num_warm == warm, f"{name} counts {node.num_warm} children on the device and has {warm}")
+        cold_parent = parent is not None and parent.num_device < parent.pages.size
+        require(not (node.num_device and cold_parent), f"{name} has device pages below host pages")
+    for copy in cache.swaps:
+        name = f"the swap of page {copy.src} to page {copy.dst}"
+        require((copy.src > stop) != (copy.dst > stop), f"{name} is not between device and host")
+        require(not cache.tree.owner[copy.dst], f"{name} would overwrite a page of the tree")
+        require(cache.swaps.naming(copy.src) == cache.swaps.naming(copy.dst) == 1, f"{name} is not the only one")
+
+
+def _check_orders(tree: RadixTree, refs: IntArray) -> None:
+    """Who may lose pages: nodes whose last device page has count 1 and no device page below; leaves of host pages.
+
+    No page has a higher priority than the page before it.
+    """
+    ranks: list[Rank] = []
+    host_ranks: list[Rank] = []
     for node in tree.nodes.values():
+        pages, stop = node.pages.view, node.num_device
         before = node.parent.pages.view[-1:] if node.parent is not None else EMPTY
-        priorities = tree.priority[np.concatenate([before, node.pages.view])]
+        priorities = tree.priority[np.concatenate([before, pages])]
         require(bool((np.diff(priorities) <= 0).all()), f"node {node.id} has pages of priorities {priorities}")
-        if node.children is None and refs[node.pages.view[-1]] == 1:
-            expected.append(tree.rank_of(node))
-            require(node.rank == expected[-1], f"node {node.id} has rank {node.rank}, not {expected[-1]}")
-        else:
-            require(node.rank is None, f"node {node.id} is held or no leaf, but has rank {node.rank}")
-    require(list(tree.order) == sorted(expected), f"the eviction order is {list(tree.order)}, not {sorted(expected)}")
+        free = stop > 0 and refs[pages[stop - 1]] == 1 and all(not child.num_device for child in node.children or ())
+        free_host = node.children is None and stop < len(pages) and refs[pages[-1]] == 1
+        rank = tree.rank_at(node, stop - 1) if free else None
+        host_rank = tree.rank_at(node, len(pages) - 1) if free_host else None
+        ranks += [rank] if rank is not None else []
+        host_ranks += [host_rank] if host_rank is not None else []
+        expected = (rank, host_rank)
+        require((node.rank, node.host_rank) == expected, f"node {node.id} has ranks {node.rank}, {node.host_rank}")
+    require(list(tree.order) == sorted(ranks), f"the eviction order is {list(tree.order)}, not {sorted(ranks)}")
+    require(list(tree.host_order) == sorted(host_ranks), f"the order of host pages is {list(tree.host_order)}")
 
 
 def _holds(cache: RadixCache) -> Iterator[list[int]]:
@@ -118,7 +146,7 @@ def _holds(cache: RadixCache) -> Iterator[list[int]]:
         yield table.page_ids.tolist()
     for pin in cache.pins:
         yield pin.page_ids.tolist()
-    for copy in cache.copies:
+    for copy in (*cache.copies, *cache.swaps):
         yield [copy.src, copy.dst]
 
 
@@ -144,6 +172,7 @@ def _check_tables(cache: RadixCache, paths: dict[int, tuple[str, bytes]]) -> Non
         require(
             table.page_buffer.size == -(-table.seq_len // cache.page_size), f"{table} has too many or too few pages"
         )
+        require(all(page <= cache.num_pages for page in table.page_ids), f"{table} holds host pages")
         tokens = page_key(table.tokens, 0, table.seq_len)
         for index in range(table.num_tree_pages):
             page = int(table.page_ids[index])
@@ -151,7 +180,8 @@ def _check_tables(cache: RadixCache, paths: dict[int, tuple[str, bytes]]) -> Non
             require(paths.get(page) == path, f"{table}: page {page} at index {index} is not the tree's for its tokens")
     for pin in cache.pins:
         require(not pin.closed, "a pin is closed but listed")
-        require(all(int(page) in paths for page in pin.page_ids), f"pinned pages {pin.page_ids} left the tree")
+        held = all(int(page) in paths and page <= cache.num_pages for page in pin.page_ids)
+        require(held, f"pinned pages {pin.page_ids} left the tree or the device")
 
 
 def _check_tails(cache: RadixCache) -> None:

@@ -6,6 +6,7 @@ Knows token ids and page ids; nothing of tensors, models or requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -20,18 +21,23 @@ from .pool import PagePool
 from .table import PageTable, Pin
 from .tails import LiveTails
 from .tokens import EMPTY, IntArray, Tokens, agreement, as_tokens
-from .tree import RadixTree, Walk
+from .tree import Cut, RadixTree, Walk
 from .values import CacheStats, Explanation, Match, PageCopy, WritePlan
 
 
 class RadixCache:
     """Pages shared by prefix. `count(page) = [in the tree] + tables + pins + copies in flight that name it`.
 
+    Pages `1..num_pages` lie on the device. The `num_host_pages` after them lie in host memory, a second tier for what
+    is cached and cold: on any path device pages precede host pages, and tables and pins hold device pages alone.
+    `swap_out` and `swap_in` begin moves between the two, `swaps_done` and `swaps_failed` end them, in any order.
+
     A step of the runtime: `extend` every sequence, run the plans' copies, `copies_done`, write, `publish`; on failure
     `truncate` back. Look-ups are pure, and every other operation happens wholly or not at all. Arguments named
     `tokens` are sequences of ids in `[0, 2**31)` (`InvalidTokens`); handles must be live and of this cache
     (`ClosedTable`). `on_free` hears of pages whenever they become free. `policy` names what makes a page cold (a key
-    of `POLICIES`), or is it. Pins hold `max_pinned` pages at most, if that is given.
+    of `POLICIES`), or is it: then for the pages of both memories. Pins hold `max_pinned` pages at most, if that is
+    given.
     """
 
     def __init__(
@@ -39,6 +45,7 @@ class RadixCache:
         *,
         num_pages: int,
         page_size: int,
+        num_host_pages: int = 0,
         policy: EvictionPolicy | str = "lru",
         max_pinned: int | None = None,
         on_free: Callable[[IntArray], None] | None = None,
@@ -46,27 +53,35 @@ class RadixCache:
         if page_size < 1:
             raise CacheError(f"a page holds at least one token, got page_size={page_size}")
         self.page_size = page_size
-        self.pool = PagePool(num_pages)
+        self.pool = PagePool(num_pages, num_host_pages)
         if isinstance(policy, str):
             if policy not in POLICIES:
                 raise CacheError(f"no eviction policy {policy!r}; there are {', '.join(POLICIES)}")
-            policy = POLICIES[policy](num_pages=num_pages, page_size=page_size)
+            policy = POLICIES[policy](num_pages=num_pages + num_host_pages, page_size=page_size)
         self.tree = RadixTree(page_size=page_size, refs=self.pool.refs, policy=policy)
         self.tables: set[PageTable] = set()
         self.pins: set[Pin] = set()
         self.copies = Copies()
+        self.swaps = Copies()
         self.tails = LiveTails()
         self._ledger = EvictionLedger(self.pool.generations)
         self._lookup = Lookup(self.tree, self.tails, self.copies, self._ledger)
         self._on_free = on_free
         self._max_pinned = max_pinned
         self._now = 0
-        self._evicted_pages = self._dropped_pages = self._copied_pages = 0
-        self._opened = self._opened_tokens = self._hit_tokens = 0
+        self._evicted_pages = self._evicted_host_pages = self._dropped_pages = 0
+        self._forked_copies = self._reused_copies = 0
+        self._swapped_out = self._swapped_in = 0
+        self._opened = self._opened_tokens = self._hit_tokens = self._host_hit_tokens = 0
+        self._came_back = np.zeros(num_pages + 1, np.bool_)  # from the host, and no request has hit it since
 
     @property
     def num_pages(self) -> int:
         return self.pool.num_pages
+
+    @property
+    def num_host_pages(self) -> int:
+        return self.pool.num_host_pages
 
     @property
     def num_free(self) -> int:
@@ -74,11 +89,13 @@ class RadixCache:
 
     @property
     def num_evictable(self) -> int:
-        """Pages that `evict` could free now: count 1, and nobody holds what continues them. O(num_pages), vectorised.
+        """Device pages that `evict` could free now: count 1, and nobody holds a device page that continues them.
 
-        Who holds a page holds all before it, save for the few pages that `_stray_pages` lists.
+        A copy to the host is no obstacle: `evict` takes the page it names off the tree where nothing else is left. Who
+        holds a page holds all before it, save for the few pages that `_stray_pages` lists. O(num_pages), vectorised.
         """
-        evictable = (self.pool.refs == 1) & (self.tree.owner > 0)
+        stop = self.pool.num_pages + 1
+        evictable = (self.pool.refs[:stop] == 1) & (self.tree.owner[:stop] > 0)
         for page in self._stray_pages():
             for before in self.tree.path_to(page):
                 evictable[before] = False
@@ -124,6 +141,7 @@ class RadixCache:
         self._opened += 1
         self._opened_tokens += len(wanted)
         self._hit_tokens += match.length
+        self._count_host_hits(page_ids, match.length)
         table = PageTable(
             namespace=namespace,
             label=label,
@@ -132,6 +150,7 @@ class RadixCache:
             tokens=wanted[: match.length],
             page_ids=page_ids,
             written_len=match.length,
+            borrows=match.tail_page is not None,
         )
         return self._adopt(table)
 
@@ -149,19 +168,25 @@ class RadixCache:
         new = as_tokens(tokens)
         start, stop = table.seq_len, table.seq_len + len(new)
         shared = self._shared_pages(table, new, leader, shared_len)
-        copies_last = len(new) > 0 and start % self.page_size > 0 and self._is_shared(int(table.page_ids[-1]))
-        need = -(-stop // self.page_size) - len(table.page_ids) - len(shared) + copies_last
-        fresh = self._alloc(need, by or table.label)
+        copies_last = self._copies_last(table, len(new))
+        fresh = self._alloc(self._num_needed(table, len(new), len(shared)), by or table.label)
         if fresh is None:
             return None
         copies: tuple[PageCopy, ...] = ()
         if copies_last:
             copies, fresh = (self._copy_last_page(table, int(fresh[0])),), fresh[1:]
+        table.borrows = table.borrows and not len(new)
         self.pool.retain(shared)
         table.page_buffer.extend(shared)
         table.page_buffer.extend(fresh)
         table.token_buffer.extend(new)
         return WritePlan(start, stop, copies)
+
+    def num_missing(self, table: PageTable, num_tokens: int, shared_len: int = 0) -> int:
+        """Return how many pages `extend` by so many tokens would have to evict, with a leader's `shared_len`. Pure."""
+        self._require_live(table)
+        num_shared = max(0, shared_len // self.page_size - table.page_buffer.size)
+        return max(0, self._num_needed(table, num_tokens, num_shared) - self.pool.num_free)
 
     def copies_done(self, plan: WritePlan) -> None:
         """The device has run the copies of `plan`: let go of their pages. Twice raises `CacheError`."""
@@ -174,8 +199,9 @@ class RadixCache:
     def publish(self, table: PageTable, *, tail: bool = False) -> None:
         """All of `table` is written: share its full pages, with `tail` the partly filled last one too.
 
-        Where the tree has a page already, the table moves to that one, which is a use of it. A shared tail is
-        read-only: a later `extend` copies it. Costs O(new tokens + new nodes); the path before is not walked.
+        Where the tree has a page already, the table moves to that one, which is a use of it; a host page makes way for
+        the table's. A shared tail is read-only: a later `extend` copies it. Costs O(new tokens + new nodes); the path
+        before is not walked.
         """
         self._require_live(table)
         tokens, page_ids = table.token_buffer.view, table.page_buffer.view
@@ -187,9 +213,11 @@ class RadixCache:
         if stop > first * self.page_size:
             self._now += 1
             walk = self.tree.walk(*self._cursor(table), tokens[:stop], first * self.page_size)
-            self._repoint(page_ids[first : first + len(walk.page_ids)], walk.page_ids)
-            self.tree.use(walk.page_ids, priority=table.priority, now=self._now)
-            self._give(table, walk, first + len(walk.page_ids), stop)
+            home, index = first + walk.num_device, first + len(walk.page_ids)
+            self._repoint(page_ids[first:home], walk.page_ids[: walk.num_device])
+            self._bring_home(page_ids[home:index], walk.page_ids[walk.num_device :])
+            self.tree.use(page_ids[first:index], priority=table.priority, now=self._now)
+            self._give(table, walk, index, stop)
         table.written_len = len(tokens)
         self.tails.update(table)
         self._settle(page_ids[max(table.num_tree_pages - 1, 0) : table.num_tree_pages + 1])
@@ -204,6 +232,7 @@ class RadixCache:
         table.token_buffer.truncate(seq_len)
         table.page_buffer.truncate(num_pages)
         table.written_len = min(table.written_len, seq_len)
+        table.borrows = table.borrows and not len(dropped)
         self.tails.update(table)
         self._release(dropped)
         self._settle(dropped[max(last - num_pages, 0) :])
@@ -221,6 +250,7 @@ class RadixCache:
             tokens=table.token_buffer.view,
             page_ids=page_ids,
             written_len=table.written_len,
+            borrows=table.borrows,
         )
         return self._adopt(child)
 
@@ -262,7 +292,10 @@ class RadixCache:
         self._settle(pin.page_ids[-1:])
 
     def evict(self, num_pages: int, by: str = "") -> int:
-        """Free up to `num_pages` cached pages, from the end of the coldest leaf; return how many it found. O(each)."""
+        """Free up to `num_pages` device pages, from the end of the coldest leaf; return how many it found. O(each).
+
+        Host pages that continue them are dropped.
+        """
         if num_pages < 0:
             raise CacheError(f"cannot evict {num_pages} pages")
         return self._evict(num_pages, by)
@@ -270,55 +303,140 @@ class RadixCache:
     def drop(self, tokens: Tokens, keep_len: int = 0, namespace: str = "", *, by: str = "drop") -> int:
         """Free what is cached of `tokens` past the first `keep_len`, which the caller will not use again.
 
-        From the end, page by page, up to what somebody holds, another sequence continues, or holds a token to keep.
-        Returns the pages freed; `explain` puts them down to `by`. O(path, vectorised).
+        From the end, page by page in either memory, up to what somebody holds, another sequence continues, or holds a
+        token to keep. Returns how many pages; `explain` puts them down to `by`. A copy between device and host is no
+        obstacle: its page leaves the tree, and is free when the copy ends. O(path, vectorised).
         """
         wanted = as_tokens(tokens)
         if not 0 <= keep_len <= len(wanted):
             raise CacheError(f"cannot keep {keep_len} tokens: {len(wanted)} were given")
         self._now += 1
         doomed = self._lookup.path(wanted, namespace)[-(-keep_len // self.page_size) :]
-        leaf = self.tree.free_end(int(doomed[-1])) if len(doomed) else None
-        if leaf is None:
+        leaf = self.tree.leaf_of(int(doomed[-1])) if len(doomed) else None
+        # Where the leaf's edge begins another sequence goes on, or the root is.
+        num_pages = self._num_loose(doomed[-leaf.pages.size :]) if leaf is not None else 0
+        if leaf is None or not num_pages:
             return 0
-        page_ids = self._trim(leaf, len(doomed), by)  # where its edge begins another sequence goes on, or the root is
-        self._release(page_ids)
-        self._dropped_pages += len(page_ids)
-        return len(page_ids)
+        cut = self.tree.cut_end(leaf, num_pages)
+        self._note(cut, by)
+        self._release(cut.edges[0])
+        self._dropped_pages += num_pages
+        return num_pages
 
     def reset(self) -> None:
         """Forget everything cached. Raises `LiveTables` while tables, pins or copies live."""
-        if self.tables or self.pins or self.copies:
-            live = f"{len(self.tables)} tables, {len(self.pins)} pins and {len(self.copies)} copies"
+        if self.tables or self.pins or self.copies or self.swaps:
+            num_copies = len(self.copies) + len(self.swaps)
+            live = f"{len(self.tables)} tables, {len(self.pins)} pins and {num_copies} copies"
             raise LiveTables(f"cannot reset: {live} live; close, unpin and finish them first")
         self._ledger.clear()
         self._release(self.tree.clear())
+
+    # Between device and host.
+
+    def swap_out(self, num_pages: int, by: str = "", *, keep: Match | None = None) -> tuple[PageCopy, ...]:
+        """Begin to move up to `num_pages` cached pages to host memory: those that `evict` would take first.
+
+        What `keep` names stays where it is, in both memories: a match since which nothing has changed.
+
+        The copies hold both their pages, and the device page stays matchable, until `swaps_done` or `swaps_failed`.
+        Finished in their order they all take effect. They are fewer where colder pages are under way or host pages are:
+        where none is free the coldest are dropped, put down to `by`. Pages before one that is under way have to wait;
+        an eviction that finds nothing else goes past it, and the copy is in vain.
+        """
+        if num_pages < 0:
+            raise CacheError(f"cannot swap out {num_pages} pages")
+        with self._holding(keep):
+            page_ids = self.tree.cold_pages(num_pages if self.pool.num_host_pages else 0)
+            missing = len(page_ids) - self.pool.num_free_host
+            if missing > 0:
+                self._shrink(self.tree.coldest_host, self.tree.trim_host, missing, by)
+        page_ids = page_ids[: self.pool.num_free_host]
+        host_ids = self.pool.alloc_host(len(page_ids))
+        assert host_ids is not None, "no more was asked for than is free"
+        return self._begin_swaps(page_ids, host_ids)
+
+    def swap_in(
+        self, tokens: Tokens, namespace: str = "", max_pages: int | None = None, by: str = ""
+    ) -> tuple[PageCopy, ...] | None:
+        """Begin to bring back the first `max_pages` (None: all) host pages of `Match.host_ids`; a use of their path.
+
+        Evicts for them, put down to `by`, but nothing of this path; None, and nothing changed, if that cannot be
+        enough. The copies are as those of `swap_out`. Pages that are under way already are left out.
+        """
+        match = self._lookup.match(as_tokens(tokens), namespace)
+        wanted = host_ids = match.host_ids[:max_pages]
+        host_ids = host_ids[[not self.swaps.naming(page) for page in host_ids.tolist()]] if self.swaps else host_ids
+        if not len(host_ids):
+            return ()
+        with self._holding(match):
+            page_ids = self._alloc(len(host_ids), by)
+            if page_ids is not None:
+                self._now += 1
+                self.tree.use(np.concatenate([match.page_ids, wanted]), now=self._now)
+        return None if page_ids is None else self._begin_swaps(host_ids, page_ids)
+
+    def swaps_done(self, copies: tuple[PageCopy, ...]) -> None:
+        """These copies have run: each destination takes the place of its source in the tree, and the source is freed.
+
+        If meanwhile somebody took hold of the source, its path was evicted or published anew, or a device page would
+        come after a host page (a copy that overtook one it depends on), the destination is freed and nothing else
+        changes. A copy that is not in flight raises `CacheError`.
+        """
+        self.swaps.finish(copies)
+        for copy in copies:
+            src, dst = copy.src, copy.dst
+            moved = int(self.pool.refs[src]) == 2 and self.tree.move(src, dst)  # held by the tree and the copy alone
+            self._swapped_out += moved and dst > self.pool.num_pages
+            self._swapped_in += moved and src > self.pool.num_pages
+            if moved and src > self.pool.num_pages:
+                self._came_back[dst] = True
+            self._end_swap(copy, np.array([src, src if moved else dst], np.int32))
+
+    def swaps_failed(self, copies: tuple[PageCopy, ...]) -> None:
+        """These copies went wrong: the sources are what they were, the destinations are freed."""
+        self.swaps.finish(copies)
+        for copy in copies:
+            self._end_swap(copy, np.array([copy.src, copy.dst], np.int32))
 
     # Reporting.
 
     def stats(self) -> CacheStats:
         """Return the counters. O(num_pages), vectorised."""
+        stop = self.pool.num_pages + 1
+        cached = self.tree.owner[:stop] > 0
+        num_cached = int(np.count_nonzero(cached))
         return CacheStats(
             num_pages=self.pool.num_pages,
             page_size=self.page_size,
             num_free=self.pool.num_free,
-            num_cached=self.tree.num_pages,
+            num_cached=num_cached,
             num_evictable=self.num_evictable,
-            num_held=int(np.count_nonzero((self.tree.owner > 0) & (self.pool.refs > 1))),
+            num_held=int(np.count_nonzero(cached & (self.pool.refs[:stop] > 1))),
+            num_swapping=len(self.swaps),
+            num_host_pages=self.pool.num_host_pages,
+            num_host_free=self.pool.num_free_host,
+            num_host_cached=self.tree.num_pages - num_cached,
             num_tables=len(self.tables),
             num_pins=len(self.pins),
             num_pinned=self._num_pinned(),
             num_copies=len(self.copies),
+            num_swaps=len(self.swaps),
             num_nodes=len(self.tree.nodes) + len(self.tree.roots),
             num_leaves=self.tree.num_leaves,
             num_namespaces=len(self.tree.roots),
             policy=self.tree.policy.name,
             evicted_pages=self._evicted_pages,
+            evicted_host_pages=self._evicted_host_pages,
             dropped_pages=self._dropped_pages,
-            copied_pages=self._copied_pages,
+            swapped_out=self._swapped_out,
+            swapped_in=self._swapped_in,
+            forked_copies=self._forked_copies,
+            reused_copies=self._reused_copies,
             opened=self._opened,
             opened_tokens=self._opened_tokens,
             hit_tokens=self._hit_tokens,
+            host_hit_tokens=self._host_hit_tokens,
         )
 
     def check(self) -> None:
@@ -333,6 +451,13 @@ class RadixCache:
         self.tails.update(table)
         self._settle(table.page_buffer.view[max(table.num_tree_pages - 1, 0) :])
         return table
+
+    def _count_host_hits(self, page_ids: IntArray, length: int) -> None:
+        """Count the tokens of a hit that host memory made possible: once for each time that a page came back."""
+        index = np.flatnonzero(self._came_back[page_ids])
+        if len(index):
+            self._host_hit_tokens += int(np.minimum(length - index * self.page_size, self.page_size).sum())
+            self._came_back[page_ids] = False
 
     def _shared_pages(self, table: PageTable, new: IntArray, leader: PageTable | None, shared_len: int) -> IntArray:
         """Return the leader's pages that lie in `[0, shared_len)` and where `table` has none yet."""
@@ -354,6 +479,16 @@ class RadixCache:
             raise CacheError(f"the leader differs at token {agreed}, before shared_len={shared_len}")
         return leader.page_buffer.view[table.page_buffer.size : shared_len // self.page_size].copy()
 
+    def _num_needed(self, table: PageTable, num_tokens: int, num_shared: int) -> int:
+        """How many pages of its own `table` takes to grow by so many tokens."""
+        num_pages = -(-(table.seq_len + num_tokens) // self.page_size)
+        return num_pages - table.page_buffer.size - num_shared + self._copies_last(table, num_tokens)
+
+    def _copies_last(self, table: PageTable, num_tokens: int) -> bool:
+        """Whether `table` grows in a last page that others read too."""
+        grows = num_tokens > 0 and table.seq_len % self.page_size > 0
+        return grows and self._is_shared(int(table.page_buffer.view[-1]))
+
     def _is_shared(self, page: int) -> bool:
         """Whether others read `page`. Copies in flight do not count: they run before the step's writes."""
         return bool(self.tree.owner[page]) or int(self.pool.refs[page]) - self.copies.naming(page) > 1
@@ -366,7 +501,8 @@ class RadixCache:
         self.pool.retain(np.array([copy.src, dst], np.int32))
         last[0] = dst
         self._release(np.array([page], np.int32))
-        self._copied_pages += 1
+        self._reused_copies += table.borrows
+        self._forked_copies += not table.borrows
         return copy
 
     def _cursor(self, table: PageTable) -> tuple[Node, int]:
@@ -382,6 +518,42 @@ class RadixCache:
         self.pool.retain(canonical)
         own[changed] = canonical
         self._release(duplicates)
+
+    def _bring_home(self, own: IntArray, host: IntArray) -> None:
+        """Let `own`, pages of a table that hold what these host pages do, take their place in the tree."""
+        self.pool.retain(own)
+        for page, home in zip(host.tolist(), own.tolist(), strict=True):
+            moved = self.tree.move(page, home)
+            assert moved, "the pages before are on the device"
+        self._release(host)
+
+    @contextmanager
+    def _holding(self, match: Match | None) -> Iterator[None]:
+        """Keep the full pages that were matched, in both memories, while this lasts."""
+        if match is None:
+            yield
+            return
+        ends = np.concatenate([match.page_ids[-1:], match.host_ids[-1:]])
+        for page_ids in (match.page_ids, match.host_ids):
+            self.pool.retain(page_ids)
+        self._settle(ends)
+        yield
+        for page_ids in (match.page_ids, match.host_ids):
+            self._release(page_ids)
+        self._settle(ends)
+
+    def _begin_swaps(self, src: IntArray, dst: IntArray) -> tuple[PageCopy, ...]:
+        """Note copies of whole pages from `src`, in the tree, to `dst`, just allocated for them."""
+        pairs = zip(src.tolist(), dst.tolist(), strict=True)
+        copies = tuple(self.swaps.begin(page, to, self.page_size) for page, to in pairs)
+        self.pool.retain(src)
+        self._settle(src)
+        return copies
+
+    def _end_swap(self, copy: PageCopy, page_ids: IntArray) -> None:
+        """Let go of `page_ids`, which a finished copy held."""
+        self._release(page_ids)
+        self._settle(np.array([copy.src, copy.dst], np.int32))
 
     def _give(self, table: PageTable, walk: Walk, index: int, stop: int) -> None:
         """Let the tree continue `walk` with the pages of `table` from `index` on, up to token `stop`."""
@@ -406,29 +578,73 @@ class RadixCache:
         return self.pool.alloc(num_pages)
 
     def _evict(self, num_pages: int, by: str) -> int:
-        self._now += 1
-        cuts: list[IntArray] = []
+        num_found = self._shrink(self.tree.coldest, self.tree.trim, num_pages, by)
+        if num_found < num_pages and self.swaps:
+            num_pages = min(num_pages, num_found + self.num_evictable)
+            while num_found < num_pages:
+                self._give_up_swaps(by)
+                num_found += self._shrink(self.tree.coldest, self.tree.trim, num_pages - num_found, by)
+        return num_found
+
+    def _shrink(
+        self, coldest: Callable[[], Node | None], trim: Callable[[Node, int], Cut], num_pages: int, by: str
+    ) -> int:
+        """Free up to `num_pages` pages of the memory that `coldest` and `trim` are about; return how many it found."""
+        cuts: list[Cut] = []
         remaining = num_pages
-        while remaining and (leaf := self.tree.coldest()) is not None:
-            cuts.append(self._trim(leaf, self.tree.count_as_cold(leaf, remaining), by))
-            self.tree.policy.evicted(cuts[-1])
-            remaining -= len(cuts[-1])
-        if cuts:
-            self._release(np.concatenate(cuts))
-        self._evicted_pages += num_pages - remaining
+        while remaining and (node := coldest()) is not None:
+            cuts.append(trim(node, remaining))
+            remaining -= cuts[-1].count
+        self._forget(cuts, by)
         return num_pages - remaining
 
-    def _trim(self, leaf: Node, max_pages: int, by: str) -> IntArray:
-        """Take pages off the end of a leaf and write down who did; they keep their count for the caller to release."""
-        cut = self.tree.trim(leaf, max_pages)
+    def _give_up_swaps(self, by: str) -> None:
+        """Take pages on their way to the host off the tree, until one before them can be evicted, as there is one.
+
+        They are free once their copies end.
+        """
+        while not self.tree.order:
+            for copy in self.swaps:
+                held = int(self.pool.refs[copy.src]) > 2 or copy.src > self.pool.num_pages
+                if not held and (cut := self.tree.cut_off(copy.src)) is not None:
+                    self._forget([cut], by)
+                    break
+            else:
+                raise AssertionError("a page was counted as evictable that nothing gives up")
+
+    def _forget(self, cuts: list[Cut], by: str) -> None:
+        """Note what was evicted, and let go of it."""
+        self._now += 1
+        for cut in cuts:
+            self._note(cut, by)
+        for edge in (edges := [edge for cut in cuts for edge in cut.edges]):
+            self.tree.policy.evicted(edge)
+        if edges:
+            page_ids = np.concatenate(edges)
+            num_device = int(np.count_nonzero(page_ids <= self.pool.num_pages))
+            self._evicted_pages += num_device
+            self._evicted_host_pages += len(page_ids) - num_device
+            self._release(page_ids)
+
+    def _num_loose(self, page_ids: IntArray) -> int:
+        """How many pages at the end nobody holds but the tree and copies between device and host."""
+        counts = self.pool.refs[page_ids]
+        if self.swaps:
+            counts -= np.array([self.swaps.naming(page) for page in page_ids.tolist()], np.int32)
+        held = np.flatnonzero(counts != 1)
+        return len(page_ids) - (int(held[-1]) + 1 if len(held) else 0)
+
+    def _note(self, cut: Cut, by: str) -> None:
+        """Write down who took pages off the tree; they keep their count for the caller to release."""
         self._ledger.record(cut.after, cut.namespace, cut.key, Eviction(by, self._now))
-        return cut.page_ids
 
     def _num_pinned(self, more: IntArray = EMPTY) -> int:
         return len(np.unique(np.concatenate([more, *(pin.page_ids for pin in self.pins)])))
 
     def _release(self, page_ids: IntArray) -> None:
         freed = self.pool.release(page_ids)
+        if self.pool.num_host_pages:
+            self._came_back[freed[freed <= self.pool.num_pages]] = False
         if len(freed) and self._on_free is not None:
             self._on_free(freed)
 

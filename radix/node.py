@@ -13,15 +13,31 @@ from .buffer import IntBuffer
 from .policy import Heat
 from .tokens import key_agreement
 
+Rank = tuple[int, Heat, int]  # priority, heat, and the node's id
+
 
 class Node:
     """`tokens` in `pages`, from position `start` of the sequences that pass here; a root has none of either.
 
-    All pages are full, except that a leaf's last may be partly filled. `rank` is the node's entry in the eviction
-    order, None while it has none.
+    All pages are full, except that a leaf's last may be partly filled. The first `num_device` lie on the device, the
+    others in host memory; `num_warm` children have pages on the device. `rank` and `host_rank` are the node's entries
+    in the eviction orders of both memories, None while it has none.
     """
 
-    __slots__ = ("children", "id", "key", "namespace", "pages", "parent", "rank", "start", "tokens")
+    __slots__ = (
+        "children",
+        "host_rank",
+        "id",
+        "key",
+        "namespace",
+        "num_device",
+        "num_warm",
+        "pages",
+        "parent",
+        "rank",
+        "start",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -39,7 +55,10 @@ class Node:
         self.tokens = IntBuffer()
         self.pages = IntBuffer()
         self.children: Children | None = None  # None for a leaf
-        self.rank: tuple[int, Heat, int] | None = None
+        self.num_device = 0
+        self.num_warm = 0
+        self.rank: Rank | None = None
+        self.host_rank: Rank | None = None
         self.namespace = namespace  # meaningful at a root
 
 

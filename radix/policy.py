@@ -42,6 +42,9 @@ class EvictionPolicy(Protocol):
     def inherit(self, page: int, gone: IntArray) -> None:
         """Pages that continued `page`, or began as it does, are gone: it is as warm as they were, and as itself."""
 
+    def move(self, src: int, dst: int) -> None:
+        """Page `dst` takes the place of `src`, in another memory, and is as warm."""
+
     def evicted(self, page_ids: IntArray) -> None:
         """These pages were evicted."""
 
@@ -74,6 +77,9 @@ class LRU:
 
     def inherit(self, page: int, gone: IntArray) -> None:
         self._last[page] = max(self._last[page], self._last[gone].max())
+
+    def move(self, src: int, dst: int) -> None:
+        self._last[dst] = self._last[src]
 
     def evicted(self, page_ids: IntArray) -> None:
         pass
@@ -123,6 +129,10 @@ class LRU2:
     def inherit(self, page: int, gone: IntArray) -> None:
         for times in (self._before, self.last):
             times[page] = max(times[page], times[gone].max())
+
+    def move(self, src: int, dst: int) -> None:
+        for state in (self._ids, self._before, self.last):
+            state[dst] = state[src]
 
     def evicted(self, page_ids: IntArray) -> None:
         """The end of a path becomes a ghost first, and so is forgotten first; what it continued is as warm as it."""
@@ -193,6 +203,9 @@ class Duel:
     def inherit(self, page: int, gone: IntArray) -> None:
         self._uses.inherit(page, gone)
 
+    def move(self, src: int, dst: int) -> None:
+        self._uses.move(src, dst)
+
     def evicted(self, page_ids: IntArray) -> None:
         self._uses.evicted(page_ids)
 
@@ -211,7 +224,7 @@ class Duel:
 
 
 POLICIES: dict[str, Callable[..., EvictionPolicy]] = {"lru": LRU, "lru2": LRU2, "duel": Duel}
-"""Policies by name; each takes `num_pages` and `page_size`."""
+"""Policies by name; each takes `num_pages`, which counts the pages of both memories, and `page_size`."""
 
 
 def _count_after_last(warmer: npt.NDArray[np.bool_]) -> int:

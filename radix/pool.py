@@ -15,29 +15,48 @@ _ONE = np.int32(1)  # a numpy scalar keeps np.add.at on its fast path: 2 us, not
 
 
 class PagePool:
-    """Pages `1..num_pages` with one reference count each; page 0 is the padding sink and never owned.
+    """Device pages `1..num_pages`, then host pages up to `num_pages + num_host_pages`, with one reference count each.
 
-    `refs[page]` is the count, `generations[page]` how often the page became free: (page, generation) names one life of
-    a page. Both are read by the rest of the cache and written here alone.
+    Page 0 is the padding sink and never owned. `refs[page]` is the count, `generations[page]` how often the page became
+    free: (page, generation) names one life of a page. Both are read by the rest of the cache and written here alone.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, num_host_pages: int = 0) -> None:
         if num_pages < 1:
             raise CacheError(f"a pool needs at least one page, got num_pages={num_pages}")
+        if num_host_pages < 0:
+            raise CacheError(f"a pool has no or some host pages, got num_host_pages={num_host_pages}")
         self.num_pages = num_pages
-        self.num_free = num_pages
-        self.refs: IntArray = np.zeros(num_pages + 1, np.int32)
-        self.generations: npt.NDArray[np.int64] = np.zeros(num_pages + 1, np.int64)
-        self._free: IntArray = np.arange(num_pages, 0, -1, dtype=np.int32)  # a stack, top at num_free
+        self.num_host_pages = num_host_pages
+        self.refs: IntArray = np.zeros(num_pages + num_host_pages + 1, np.int32)
+        self.generations: npt.NDArray[np.int64] = np.zeros(len(self.refs), np.int64)
+        self._device = _FreeList(1, num_pages)
+        self._host = _FreeList(num_pages + 1, num_host_pages)
+
+    @property
+    def num_free(self) -> int:
+        """Free device pages."""
+        return self._device.size
+
+    @property
+    def num_free_host(self) -> int:
+        return self._host.size
 
     def alloc(self, num_pages: int) -> IntArray | None:
-        """Take `num_pages` distinct free pages with count 1 each, or return None and change nothing. O(num_pages)."""
-        if num_pages > self.num_free:
-            return None
-        top = self.num_free
-        page_ids = self._free[top - num_pages : top][::-1].copy()
-        self.num_free -= num_pages
-        self.refs[page_ids] = 1
+        """Take `num_pages` distinct free device pages with count 1 each, or return None and change nothing.
+
+        O(num_pages).
+        """
+        return self._take(self._device, num_pages)
+
+    def alloc_host(self, num_pages: int) -> IntArray | None:
+        """Take host pages as `alloc` takes device pages."""
+        return self._take(self._host, num_pages)
+
+    def _take(self, free: _FreeList, num_pages: int) -> IntArray | None:
+        page_ids = free.pop(num_pages)
+        if page_ids is not None:
+            self.refs[page_ids] = 1
         return page_ids
 
     def retain(self, page_ids: IntArray) -> None:
@@ -71,24 +90,55 @@ class PagePool:
         if (freed[1:] == freed[:-1]).any():
             freed = np.unique(freed)
         self.generations[freed] += 1
-        self._free[self.num_free : self.num_free + len(freed)] = freed[::-1]
-        self.num_free += len(freed)
+        if freed[-1] <= self.num_pages:
+            self._device.push(freed)
+        else:
+            num_device = int(np.searchsorted(freed, self.num_pages, side="right"))
+            self._device.push(freed[:num_device])
+            self._host.push(freed[num_device:])
         return freed
 
     def free_pages(self) -> IntArray:
-        """Return the free pages, in no order of meaning."""
-        return self._free[: self.num_free].copy()
+        """Return the free pages, in no order of meaning: those of the device, then those of the host."""
+        return np.concatenate([self._device.view, self._host.view])
 
     def check(self) -> None:
-        """Raise `BrokenInvariant` unless the free list is exactly the pages with count 0. O(num_pages)."""
-        free, unheld = self._free[: self.num_free], np.flatnonzero(self.refs[1:] == 0) + 1
-        if not np.array_equal(np.sort(free), unheld):
-            wrong = sorted(set(free.tolist()) ^ set(unheld.tolist())) or "listed twice"
-            raise BrokenInvariant(f"the free list differs from the pages with count 0: {wrong}")
+        """Raise `BrokenInvariant` unless the free lists are exactly the pages with count 0. O(all pages)."""
+        for free, first, num_pages in ((self._device, 1, self.num_pages), (self._host, self.num_pages + 1, None)):
+            unheld = np.flatnonzero(self.refs[first:][:num_pages] == 0) + first
+            if not np.array_equal(np.sort(free.view), unheld):
+                wrong = sorted(set(free.view.tolist()) ^ set(unheld.tolist())) or "listed twice"
+                raise BrokenInvariant(f"a free list differs from the pages with count 0: {wrong}")
         if self.refs[0] != 0 or (self.refs < 0).any():
             raise BrokenInvariant(f"impossible counts of pages {np.flatnonzero(self.refs < 0)}, sink {self.refs[0]}")
 
     def _require_pages(self, page_ids: IntArray) -> None:
-        if page_ids.min() < 1 or page_ids.max() > self.num_pages:
-            wrong = sorted({page for page in page_ids.tolist() if not 1 <= page <= self.num_pages})
-            raise DoubleRelease(f"pages {wrong} do not exist: the pool has pages 1..{self.num_pages}")
+        last = len(self.refs) - 1
+        if page_ids.min() < 1 or page_ids.max() > last:
+            wrong = sorted({page for page in page_ids.tolist() if not 1 <= page <= last})
+            raise DoubleRelease(f"pages {wrong} do not exist: the pool has pages 1..{last}")
+
+
+class _FreeList:
+    """Free pages of one memory, `first .. first + num_pages - 1` at the start: a stack, top at `size`."""
+
+    def __init__(self, first: int, num_pages: int) -> None:
+        self.size = num_pages
+        self._pages: IntArray = np.arange(first + num_pages - 1, first - 1, -1, dtype=np.int32)
+
+    @property
+    def view(self) -> IntArray:
+        """The free pages, not copied: valid until the next change."""
+        return self._pages[: self.size]
+
+    def pop(self, num_pages: int) -> IntArray | None:
+        """Take `num_pages` pages; None, and nothing taken, where there are fewer."""
+        if num_pages > self.size:
+            return None
+        self.size -= num_pages
+        return self._pages[self.size : self.size + num_pages][::-1].copy()
+
+    def push(self, page_ids: IntArray) -> None:
+        """Give pages back, ascending: the lowest is taken first."""
+        self._pages[self.size : self.size + len(page_ids)] = page_ids[::-1]
+        self.size += len(page_ids)

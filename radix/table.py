@@ -16,11 +16,22 @@ class PageTable:
 
     Lengths are in tokens and ordered: `num_tree_pages * page_size <= written_len <= seq_len`. `[0, written_len)` is
     known to be written; after `publish` that is everything. Of the written pages the full ones belong to the tree. The
-    last page may be borrowed: read here, but copied before the sequence grows in it. Of cached leaves those of the
+    last page may be borrowed: read here, but copied before the sequence grows in it; `borrows` while it is the partly
+    filled one that `open` found. Of cached leaves those of the
     lowest `priority` are evicted first. A closed table keeps its tokens and holds no page.
     """
 
-    __slots__ = ("closed", "label", "namespace", "page_buffer", "page_size", "priority", "token_buffer", "written_len")
+    __slots__ = (
+        "borrows",
+        "closed",
+        "label",
+        "namespace",
+        "page_buffer",
+        "page_size",
+        "priority",
+        "token_buffer",
+        "written_len",
+    )
 
     def __init__(
         self,
@@ -32,11 +43,13 @@ class PageTable:
         tokens: IntArray,
         page_ids: IntArray,
         written_len: int,
+        borrows: bool,
     ) -> None:
         self.namespace = namespace
         self.label = label
         self.priority = priority
         self.page_size = page_size
+        self.borrows = borrows
         self.closed = False
         self.written_len = written_len
         self.token_buffer = IntBuffer(tokens)

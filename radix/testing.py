@@ -88,12 +88,14 @@ def _of_machine(choose: Callable[["RadixCacheMachine"], st.SearchStrategy[T]]) -
 
 NAMESPACES = st.sampled_from(("", "tenant"))
 SEQUENCES = _of_machine(lambda machine: machine.sequences)
+SWAPPED = _of_machine(lambda machine: st.sampled_from(machine.simulation.swapped()))
 RECENT = _of_machine(lambda machine: st.sampled_from(machine.simulation.recent))
 HANDLES = _of_machine(lambda machine: st.sampled_from(list(machine.simulation.tables)))
 PINS = _of_machine(lambda machine: st.sampled_from(list(machine.simulation.pins)))
 CUTS = st.integers(0, 80)
 
 has_tables = precondition(lambda machine: bool(machine.simulation.tables))
+has_host = precondition(lambda machine: machine.simulation.num_host_pages > 0)
 has_room = precondition(lambda machine: len(machine.simulation.tables) < machine.max_tables)
 
 
@@ -104,13 +106,21 @@ class RadixCacheMachine(RuleBasedStateMachine):
     simulation: Simulation
     sequences: st.SearchStrategy[list[int]]
 
-    def make_simulation(self, *, num_pages: int, page_size: int, policy: str) -> Simulation:
+    def make_simulation(self, *, num_pages: int, page_size: int, num_host_pages: int, policy: str) -> Simulation:
         """What to test; override it to test a cache of your own."""
-        return Simulation(num_pages=num_pages, page_size=page_size, policy=policy)
+        return Simulation(num_pages=num_pages, page_size=page_size, num_host_pages=num_host_pages, policy=policy)
 
-    @initialize(num_pages=pool_sizes(), page_size=page_sizes(), alphabet=st.integers(2, 4), policy=policies())
-    def start(self, num_pages: int, page_size: int, alphabet: int, policy: str) -> None:
-        self.simulation = self.make_simulation(num_pages=num_pages, page_size=page_size, policy=policy)
+    @initialize(
+        num_pages=pool_sizes(),
+        page_size=page_sizes(),
+        num_host_pages=st.sampled_from((0, 2, 5, 64)),
+        alphabet=st.integers(2, 4),
+        policy=policies(),
+    )
+    def start(self, num_pages: int, page_size: int, num_host_pages: int, alphabet: int, policy: str) -> None:
+        self.simulation = self.make_simulation(
+            num_pages=num_pages, page_size=page_size, num_host_pages=num_host_pages, policy=policy
+        )
         self.sequences = token_sequences(page_size=page_size, alphabet=alphabet)
         self.failed = False
 
@@ -187,6 +197,22 @@ class RadixCacheMachine(RuleBasedStateMachine):
     @rule(pin=PINS)
     def unpin(self, pin: int) -> None:
         self.do("unpin", pin=pin)
+
+    @has_host
+    @rule(num_pages=st.sampled_from((1, 2, 5, 10**9)))
+    def swap_out(self, num_pages: int) -> None:
+        self.do("swap_out", num_pages=num_pages)
+
+    @has_host
+    @rule(known=SWAPPED, cut=CUTS, max_pages=st.sampled_from((None, 1, 2)))
+    def swap_in(self, known: tuple[str, list[int]], cut: int, max_pages: int | None) -> None:
+        namespace, tokens = known
+        self.do("swap_in", namespace=namespace, tokens=tokens[: len(tokens) - cut // 4], max_pages=max_pages)
+
+    @precondition(lambda machine: bool(machine.simulation.device.swaps))
+    @rule(first=st.integers(0, 3), count=st.sampled_from((1, 2, 64)), failed=st.sampled_from((False, False, True)))
+    def end_swaps(self, first: int, count: int, failed: bool) -> None:  # noqa: FBT001
+        self.do("end_swaps", first=first, count=count, failed=failed)
 
     @rule()
     def reset(self) -> None:
@@ -297,12 +323,19 @@ def drive(
     num_pages: int,
     page_size: int,
     seed: int,
+    num_host_pages: int = 0,
     alphabet: int = 2,
     policy: str = "lru",
     check_every: int = 1,
 ) -> Simulation:
     """Run a seeded random stream of operations and end it; raises at the first disagreement, naming a replay file."""
-    simulation = Simulation(num_pages=num_pages, page_size=page_size, policy=policy, check_every=check_every)
+    simulation = Simulation(
+        num_pages=num_pages,
+        page_size=page_size,
+        num_host_pages=num_host_pages,
+        policy=policy,
+        check_every=check_every,
+    )
     try:
         Driver(simulation, seed=seed, alphabet=alphabet).run(num_operations)
     except Exception as error:
@@ -314,7 +347,8 @@ def drive(
 def replay_operations(path: str | Path) -> Simulation:
     """Repeat recorded operations with every check after each; raises where the recorded run did."""
     start, *operations = (json.loads(line) for line in Path(path).read_text().splitlines())
-    simulation = Simulation(num_pages=start["num_pages"], page_size=start["page_size"], policy=start["policy"])
+    settings = {name: value for name, value in start.items() if name != "op"}
+    simulation = Simulation(**settings)
     for arguments in operations:
         name = arguments.pop("op")
         if name not in OPERATIONS:

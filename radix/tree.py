@@ -7,23 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
 from sortedcontainers import SortedList
 
-from .node import Children, Node
-from .policy import EvictionPolicy, Heat
+from .node import Children, Node, Rank
+from .policy import EvictionPolicy
 from .tokens import EMPTY, IntArray, agreement, page_key
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The end of a walk over full pages: `offset` tokens into `node`, after passing `page_ids`."""
+    """The end of a walk over full pages: `offset` tokens into `node`, after passing `page_ids`.
+
+    The first `num_device` of them lie on the device, the others in host memory.
+    """
 
     node: Node
     offset: int
     page_ids: IntArray
+    num_device: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +41,21 @@ class NextPage:
     page: int
     tokens: IntArray  # its tokens, at most page_size
 
+    @property
+    def on_device(self) -> bool:
+        return self.index < self.node.num_device
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Pages taken from the end of a leaf, and where they hung: `after` (0: the root of `namespace`) and their key."""
+    """Pages taken off the tree, and where they hung: `after` (0: the root of `namespace`) and their key.
 
-    page_ids: IntArray
+    `edges` are parts of paths, each after all that continued it. `count` pages are of the memory that was asked for;
+    host pages that continued device pages went with them.
+    """
+
+    edges: list[IntArray]
+    count: int
     namespace: str
     after: int
     key: bytes
@@ -51,7 +65,8 @@ class RadixTree:
     """Compressed edges of whole pages; a node with one child exists at a root only. One root per namespace.
 
     Tokens decide identity. Siblings differ in their first page; they may share up to page_size - 1 tokens of it. A
-    partly filled page ends a leaf or is a leaf, and is never a prefix of a sibling or of what continues beside it.
+    partly filled page ends a leaf or is a leaf, and is never a prefix of a sibling or of what continues beside it. On
+    every path device pages come before host pages.
     `owner[page]` is the id of the page's node, `publisher[page]` the label of the sequence it came from,
     `priority[page]` the highest retention priority that anyone gave it, never less than that of what continues it.
     Pages, not nodes, are what callers hold and what has heat, so that splits and merges go unnoticed.
@@ -61,7 +76,10 @@ class RadixTree:
         self.page_size = page_size
         self.roots: dict[str, Node] = {}
         self.nodes: dict[int, Node] = {}  # without the roots
-        self.order = SortedList()  # `rank_of` the leaves whose last page has count 1
+        # `rank_at` the last device page of the nodes that have one, of count 1, and no device pages below; and at the
+        # last page of the leaves that end in a host page of count 1.
+        self.order = SortedList()
+        self.host_order = SortedList()
         self.owner: npt.NDArray[np.int64] = np.zeros(len(refs), np.int64)
         self.publisher: npt.NDArray[np.object_] = np.full(len(refs), "", object)
         self.priority: IntArray = np.zeros(len(refs), np.int32)
@@ -86,7 +104,7 @@ class RadixTree:
 
         O(tokens passed / vector width + nodes passed).
         """
-        page_size, passed = self.page_size, []
+        page_size, passed, num_device = self.page_size, [], 0
         first = offset  # tokens of `node` that are already among `passed`; `offset` have been agreed
         while True:
             edge_len = node.tokens.size // page_size * page_size
@@ -95,6 +113,7 @@ class RadixTree:
                 offset += agreed
                 position += agreed
             passed.append(node.pages.view[first // page_size : offset // page_size])
+            num_device += max(0, min(node.num_device, offset // page_size) - first // page_size)
             if offset < node.tokens.size or node.children is None or position + page_size > len(tokens):
                 break
             child = node.children.nodes.get(page_key(tokens, position, position + page_size))
@@ -102,7 +121,7 @@ class RadixTree:
                 break
             node, first, offset = child, 0, page_size
             position += page_size
-        return Walk(node, offset, np.concatenate(passed))
+        return Walk(node, offset, np.concatenate(passed), num_device)
 
     def next_page(self, walk: Walk, rest: IntArray) -> NextPage | None:
         """Return the page that continues a walk and agrees furthest with `rest`, the tokens after it; None at an end.
@@ -128,31 +147,36 @@ class RadixTree:
         while (node := node.parent) is not None:
             yield node.pages.view
 
-    def free_end(self, page: int) -> Node | None:
-        """Return the leaf that ends in `page` if nobody holds it, else None."""
+    def leaf_of(self, page: int) -> Node | None:
+        """Return the leaf that ends in `page`, None where something continues it."""
         node = self.node_of(page)
-        return node if node is not None and node.rank is not None and node.pages.view[-1] == page else None
+        return node if node is not None and node.children is None and node.pages.view[-1] == page else None
 
-    def rank_of(self, leaf: Node) -> tuple[int, Heat, int]:
-        """Return the place of `leaf` among those that can be evicted: the lowest goes first."""
-        page = int(leaf.pages.view[-1])
-        return int(self.priority[page]), self.policy.heat(page), leaf.id
+    def rank_at(self, node: Node, index: int) -> Rank:
+        """Return the place of `node` among those that end in their memory as it does: the lowest loses pages first."""
+        page = int(node.pages.view[index])
+        return int(self.priority[page]), self.policy.heat(page), node.id
 
     # Growing.
 
     def insert(
         self, walk: Walk, tokens: IntArray, page_ids: IntArray, *, label: str, priority: int, now: int
     ) -> IntArray | None:
-        """Continue the path where `walk` ended with `tokens` (at least one), which lie in `page_ids`.
+        """Continue the path where `walk` ended with `tokens` (at least one), which lie in `page_ids` on the device.
 
-        Full pages must have been walked as far as they go. Returns the pages that left the tree because the new ones
-        continue them, or None if the tree holds these tokens already. Call `settle` once the counts are right.
+        Full pages must have been walked as far as they go, and lie on the device. Returns the pages that left the tree
+        because the new ones continue them, or hold the same on the device; None if the tree holds these tokens already.
+        Call `settle` once the counts are right.
         """
         node, superseded = walk.node, EMPTY
         index = (node.start + walk.offset) // self.page_size
         beside = self.next_page(walk, tokens)
         if beside is not None and beside.agreed == len(tokens):
-            return None
+            if beside.agreed < len(beside.tokens) or beside.on_device:
+                return None
+            moved = self.move(beside.page, int(page_ids[0]))
+            assert moved, "the pages before are on the device"
+            return np.array([beside.page], np.int32)
         if beside is not None and beside.agreed == len(beside.tokens):
             superseded = self._cut(beside.node, 1)
         if walk.offset < node.tokens.size:
@@ -164,6 +188,7 @@ class RadixTree:
         self.policy.add(page_ids, tokens, now, after=after, index=index, namespace=namespace)
         node.tokens.extend(tokens)
         node.pages.extend(page_ids)
+        self._set_device(node, node.pages.size)
         self.owner[page_ids] = node.id
         self.publisher[page_ids] = label
         self.priority[page_ids] = priority
@@ -172,17 +197,74 @@ class RadixTree:
             self._inherit(int(page_ids[0]), superseded)
         return superseded
 
-    def use(self, page_ids: IntArray, *, priority: int, now: int) -> None:
+    def use(self, page_ids: IntArray, *, priority: int | None = None, now: int) -> None:
         """Warm pages of one path, which the caller holds, and raise their priority to `priority`. O(pages)."""
         self.policy.use(page_ids, now)
-        self.priority[page_ids] = np.maximum(self.priority[page_ids], priority)
+        if priority is not None:
+            self.priority[page_ids] = np.maximum(self.priority[page_ids], priority)
 
     def rerank(self) -> None:
-        """Sort the eviction order anew, after the policy changed its mind. O(leaves log leaves)."""
+        """Sort both eviction orders anew, after the policy changed its mind. O(leaves log leaves)."""
         ranked = [node for node in self.nodes.values() if node.rank is not None]
+        on_host = [node for node in self.nodes.values() if node.host_rank is not None]
         for node in ranked:
-            node.rank = self.rank_of(node)
+            node.rank = self.rank_at(node, node.num_device - 1)
+        for node in on_host:
+            node.host_rank = self.rank_at(node, node.pages.size - 1)
         self.order = SortedList(node.rank for node in ranked)
+        self.host_order = SortedList(node.host_rank for node in on_host)
+
+    # Between device and host.
+
+    def move(self, src: int, dst: int) -> bool:
+        """Put `dst` in the place of `src`: a page of the other memory with the same content, priority and heat.
+
+        What it followed on the device inherits its heat where it goes to the host. False, and nothing changed, where
+        the tree does not own `src`, or a device page would come after a host page. Call `settle` on `dst` once the
+        counts are right.
+        """
+        node = self.node_of(src)
+        if node is None:
+            return False
+        pages, stop, parent = node.pages.view, node.num_device, node.parent
+        assert parent is not None
+        if stop and pages[stop - 1] == src and not node.num_warm:
+            index = num_device = stop - 1
+        elif stop < len(pages) and pages[stop] == src and (stop or parent.num_device == parent.pages.size):
+            index, num_device = stop, stop + 1
+        else:
+            return False
+        pages[index] = dst
+        self.owner[src], self.owner[dst] = 0, node.id
+        self.publisher[dst], self.priority[dst] = self.publisher[src], self.priority[src]
+        self.policy.move(src, dst)
+        if num_device == index:
+            self._inherit(self._page_before(node, index), pages[index : index + 1])
+        self._set_device(node, num_device)
+        return True
+
+    def cold_pages(self, max_pages: int) -> IntArray:
+        """Return up to `max_pages` device pages with count 1 in the order in which they would be evicted. O(each log).
+
+        Pages behind a held one, or above several continuations, are not among them.
+        """
+        found = [EMPTY]
+        order = iter(self.order)
+        fresh: Rank | None = next(order, None)
+        begun: list[tuple[Rank, int]] = []  # a heap of nodes that are used in part: up to this page
+        while max_pages and (fresh is not None or begun):
+            if fresh is None or (begun and begun[0][0] < fresh):
+                rank, stop = heappop(begun)
+                node = self.nodes[rank[-1]]
+            else:
+                node = self.nodes[fresh[-1]]
+                stop, fresh = node.num_device, next(order, None)
+            first = self._cold_from(node, 0, stop, max_pages)
+            found.append(node.pages.view[first:stop][::-1])
+            max_pages -= stop - first
+            if first and self._refs[node.pages.view[first - 1]] == 1:
+                heappush(begun, (self.rank_at(node, first - 1), first))
+        return np.concatenate(found)
 
     # Shrinking.
 
@@ -192,54 +274,110 @@ class RadixTree:
         self.roots.clear()
         self.nodes.clear()
         self.order.clear()
+        self.host_order.clear()
         self.policy.clear()
         self.owner[:] = 0
         self.num_leaves = self.num_pages = 0
         return page_ids
 
     def settle(self, page: int) -> None:
-        """Let the node of `page` enter or leave the eviction order, as the count of its last page says. O(log n).
+        """Let the node of `page` enter or leave the eviction orders, as the counts of its pages say. O(log n).
 
-        To be called when the count of a page that may end a leaf moves between 1 and more.
+        To be called when the count of a page that may end a node's device or host pages moves between 1 and more.
         """
         if (node := self.node_of(page)) is not None:
             self._rank(node)
 
     def coldest(self) -> Node | None:
-        """Return the leaf to evict from, None if every leaf is held."""
+        """Return the node to take device pages from, None if all are held."""
         return self.nodes[self.order[0][-1]] if self.order else None
 
-    def count_as_cold(self, leaf: Node, max_pages: int) -> int:
-        """Return how many pages, up to `max_pages`, can go from the end of the coldest leaf while it is the coldest."""
-        pages = leaf.pages.view[-max_pages:]
-        if len(pages) == 1:
-            return 1
-        higher = np.flatnonzero(self.priority[pages] > self.priority[pages[-1]])
-        return self.policy.count_as_cold(pages[int(higher[-1]) + 1 if len(higher) else 0 :])
+    def coldest_host(self) -> Node | None:
+        """Return the leaf to take host pages from, None if all are held."""
+        return self.nodes[self.host_order[0][-1]] if self.host_order else None
 
-    def trim(self, leaf: Node, max_pages: int) -> Cut:
-        """Cut up to `max_pages` pages with count 1 from the end of `leaf`; at least one, as it is in the order.
+    def trim(self, node: Node, max_pages: int) -> Cut:
+        """Cut up to `max_pages` device pages off the coldest node while it is that, and what continues them.
 
-        What they followed inherits their heat. Where a leaf is used up, its parent merges with an only child that
-        remains.
+        That lies in host pages, whatever their count; at least one page is cut, as the node is in the order. What the
+        pages followed inherits their heat. Where a leaf is used up, its parent merges with an only child that remains.
         """
-        pages = leaf.pages.view[-max_pages:]
-        held = np.flatnonzero(self._refs[pages] != 1)
-        count = len(pages) - (int(held[-1]) + 1 if len(held) else 0)
-        index, parent = leaf.pages.size - count, leaf.parent
-        assert parent is not None
-        key = page_key(self._page_tokens(leaf, index), 0, self.page_size)
-        after = self._page_before(leaf, index)
-        cut = Cut(self._cut(leaf, count), parent.namespace, after, key)
-        if after:
-            self._inherit(after, cut.page_ids)
-        if index:
-            self._rank(leaf)
-        elif parent.parent is not None and parent.children is not None and len(parent.children) == 1:
-            self._merge(parent)
-        return cut
+        stop = node.num_device
+        return self._trim(node, self._cold_from(node, 0, stop, max_pages), stop)
 
-    # Structure. None of these looks at counts.
+    def trim_host(self, leaf: Node, max_pages: int) -> Cut:
+        """Cut up to `max_pages` host pages off the leaf with the coldest, as `trim` does."""
+        stop = leaf.pages.size
+        return self._trim(leaf, self._cold_from(leaf, leaf.num_device, stop, max_pages), stop)
+
+    def cut_off(self, page: int) -> Cut | None:
+        """Cut a device page that no device page continues, whatever its count, as `trim` does; None if it is none."""
+        node = self.node_of(page)
+        if node is None or node.num_warm or node.pages.view[node.num_device - 1] != page:
+            return None
+        return self._trim(node, node.num_device - 1, node.num_device)
+
+    def cut_end(self, leaf: Node, num_pages: int) -> Cut:
+        """Cut the last `num_pages` pages of a leaf, of either memory, whatever their count, as `trim` does."""
+        return self._trim(leaf, leaf.pages.size - num_pages, leaf.pages.size)
+
+    # Structure.
+
+    def _trim(self, node: Node, index: int, stop: int) -> Cut:
+        """Cut the pages from `index` on, of which those before `stop` were asked for, and all below."""
+        parent = node.parent
+        assert parent is not None
+        key = page_key(self._page_tokens(node, index), 0, self.page_size)
+        after = self._page_before(node, index)
+        edges = self._drop_children(node)
+        edges.append(self._cut(node, node.pages.size - index))
+        self._inherit(after, edges[-1])
+        if index:
+            self._rank(node)
+        else:
+            self._rank_parent(node)
+            if parent.parent is not None and parent.children is not None and len(parent.children) == 1:
+                self._merge(parent)
+        return Cut(edges, stop - index, parent.namespace, after, key)
+
+    def _cold_from(self, node: Node, start: int, stop: int, max_pages: int) -> int:
+        """Where the up to `max_pages` pages begin that end `[start, stop)`, have count 1 and are no warmer."""
+        pages = node.pages.view[max(start, stop - max_pages) : stop]
+        if len(pages) == 1:
+            return stop - 1
+        warmer = (self._refs[pages] != 1) | (self.priority[pages] > self.priority[pages[-1]])
+        found = np.flatnonzero(warmer)
+        return stop - self.policy.count_as_cold(pages[int(found[-1]) + 1 if len(found) else 0 :])
+
+    def _drop_children(self, node: Node) -> list[IntArray]:
+        """Take all that is below `node`, in host pages alone, off the tree; return its edges, the ends first.
+
+        They leave no heat: what they continue has had it since they moved out, and each use since was one of both.
+        """
+        if node.children is None:
+            return []
+        dropped: list[Node] = []
+        below = [node]
+        while below:
+            dropped.append(below.pop())
+            below += sorted(dropped[-1].children or (), key=lambda child: child.key)
+        self.num_leaves += 1
+        for child in reversed(dropped[1:]):
+            self.owner[child.pages.view] = 0
+            self.num_pages -= child.pages.size
+            self.num_leaves -= child.children is None
+            self._unrank(child)
+            del self.nodes[child.id]
+        node.children = None
+        return [child.pages.view for child in reversed(dropped[1:])]
+
+    def _set_device(self, node: Node, num_device: int) -> None:
+        """Note how many pages of `node` lie on the device; its parent counts the children that have any."""
+        parent, change = node.parent, (num_device > 0) - (node.num_device > 0)
+        node.num_device = num_device
+        if change and parent is not None:
+            parent.num_warm += change
+            self._rank_parent(node)
 
     def _add_leaf(self, parent: Node, key: bytes) -> Node:
         leaf = self._new_node(parent, key, parent.start + parent.tokens.size)
@@ -258,6 +396,7 @@ class RadixTree:
         self.num_pages -= count
         leaf.pages.truncate(index)
         leaf.tokens.truncate(index * self.page_size)
+        self._set_device(leaf, min(leaf.num_device, index))
         if not index:
             self._unlink(leaf)
         return page_ids
@@ -270,15 +409,14 @@ class RadixTree:
         if not parent.children:
             parent.children = None
             del self.roots[parent.namespace]  # below a root nobody has an only child
-        if leaf.rank is not None:
-            self.order.remove(leaf.rank)
+        self._unrank(leaf)
         del self.nodes[leaf.id]
         self.num_leaves -= 1
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut the edge to `node` at `at` tokens (whole pages); return the new upper node.
 
-        The lower one stays itself, so its rank stands. O(upper pages + smaller half).
+        The lower one stays itself. O(upper pages + smaller half).
         """
         parent = node.parent
         assert parent is not None
@@ -291,10 +429,15 @@ class RadixTree:
         node.key = page_key(node.tokens.view, 0, self.page_size)
         upper.children = Children()
         upper.children.add(node)
+        upper.num_device = min(node.num_device, upper.pages.size)
+        node.num_device -= upper.num_device
+        upper.num_warm = int(node.num_device > 0)
+        self._rank(node)
+        self._rank(upper)
         return upper
 
     def _merge(self, upper: Node) -> None:
-        """Undo a split: `upper`'s only child takes over its edge, in the upper's arrays. Its rank stands."""
+        """Undo a split: `upper`'s only child takes over its edge, in the upper's arrays."""
         parent = upper.parent
         assert parent is not None
         assert parent.children is not None
@@ -305,8 +448,11 @@ class RadixTree:
         upper.pages.extend(node.pages.view)
         node.tokens, node.pages = upper.tokens, upper.pages
         node.parent, node.key, node.start = parent, upper.key, upper.start
+        node.num_device += upper.num_device
         parent.children.replace(node)
+        self._unrank(upper)
         del self.nodes[upper.id]
+        self._rank(node)
 
     def _new_node(self, parent: Node, key: bytes, start: int) -> Node:
         self._last_id += 1
@@ -315,18 +461,29 @@ class RadixTree:
         return node
 
     def _rank(self, node: Node) -> None:
-        free = node.children is None and self._refs[node.pages.view[-1]] == 1
-        rank = self.rank_of(node) if free else None
-        if rank != node.rank:
-            if node.rank is not None:
-                self.order.remove(node.rank)
-            if rank is not None:
-                self.order.add(rank)
-            node.rank = rank
+        """Let `node` enter or leave both orders, or move in them. The only look at counts but for `_cold_from`'s."""
+        pages, stop = node.pages.view, node.num_device
+        free = stop > 0 and not node.num_warm and self._refs[pages[stop - 1]] == 1
+        free_host = stop < len(pages) and node.children is None and self._refs[pages[-1]] == 1
+        rank = self.rank_at(node, stop - 1) if free else None
+        host_rank = self.rank_at(node, len(pages) - 1) if free_host else None
+        node.rank = _put(self.order, node.rank, rank)
+        node.host_rank = _put(self.host_order, node.host_rank, host_rank)
+
+    def _rank_parent(self, node: Node) -> None:
+        """The heat of what `node` followed may have changed."""
+        if node.parent is not None and node.parent.parent is not None:
+            self._rank(node.parent)
+
+    def _unrank(self, node: Node) -> None:
+        node.rank = _put(self.order, node.rank, None)
+        node.host_rank = _put(self.host_order, node.host_rank, None)
 
     def _inherit(self, page: int, gone: IntArray) -> None:
-        self.policy.inherit(page, gone)
-        self.priority[page] = max(self.priority[page], self.priority[gone].max())
+        """Make `page`, where it is one, as warm as pages that left the place after it."""
+        if page:
+            self.policy.inherit(page, gone)
+            self.priority[page] = max(self.priority[page], self.priority[gone].max())
 
     def _page_before(self, node: Node, index: int) -> int:
         """Return the page that comes before page `index` of `node`, 0 at a root."""
@@ -335,3 +492,13 @@ class RadixTree:
 
     def _page_tokens(self, node: Node, index: int) -> IntArray:
         return node.tokens.view[index * self.page_size : (index + 1) * self.page_size]
+
+
+def _put(order: SortedList, old: Rank | None, new: Rank | None) -> Rank | None:
+    """Replace an entry of an eviction order; return the new one."""
+    if old != new:
+        if old is not None:
+            order.remove(old)
+        if new is not None:
+            order.add(new)
+    return new

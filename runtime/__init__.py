@@ -6,6 +6,7 @@ from .config import EngineConfig
 from .counting import Counters, trie_size
 from .engine import Engine, EngineStats
 from .errors import InvalidRequest, ModelError
+from .fences import Fence
 from .geometry import KVGeometry
 from .loading import load_model
 from .model import Forward, Model
@@ -26,6 +27,7 @@ from .params import BeamParams, Params, SamplingParams
 from .pins import PinnedPrefix
 from .record import Replay, replay
 from .request import CacheUse
+from .tier import Transfers
 from .tokenizer import Tokenizer
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "EngineConfig",
     "EngineStats",
     "Event",
+    "Fence",
     "FinishEvent",
     "FinishReason",
     "Forward",
@@ -56,6 +59,7 @@ __all__ = [
     "TokenEvent",
     "TokenLogprobs",
     "Tokenizer",
+    "Transfers",
     "Usage",
     "load_model",
     "replay",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from radixrt.radix import POLICIES
 
@@ -26,6 +26,8 @@ _LEAST = {
     "seed": -_MAX,
 }
 
+Swap = Literal["auto", "always", "never"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -36,9 +38,11 @@ class EngineConfig:
     are started (forks of running ones hold pages beyond it). `max_bypass`: so many later requests may be started before
     an earlier one, then it goes first. Of those that wait, the `admission_window` oldest are compared in each step.
     `kv_memory` (bytes or "512MiB") or `num_pages` sizes the pool, of which pins may hold the share `pin_budget`;
-    `eviction` names what makes a cached page cold (docs/eviction.md). The last `keep_finished` requests that ended
-    within `finished_ttl` steps can be forked. `poison` ruins freed pages and page tails, so that a stale read cannot go
-    unseen; for tests. `record` takes the run's record: a file, or a function called per line.
+    `eviction` names what makes a cached page cold (docs/eviction.md). `host_memory` (bytes, "1GiB") or `num_host_pages`
+    sizes a second pool, in host memory, for cached pages that would be evicted; `swap`: whether they move there and
+    back "always", "never" or, "auto", where that takes no longer than to compute them. The last `keep_finished`
+    requests that ended within `finished_ttl` steps can be forked. `poison` ruins freed pages and page tails, so that a
+    stale read cannot go unseen; for tests. `record` takes the run's record: a file, or a function called per line.
     """
 
     page_size: int = 16
@@ -56,6 +60,9 @@ class EngineConfig:
     eviction: str = "duel"
     seed: int = 0
     poison: bool = False
+    num_host_pages: int | None = None
+    host_memory: int | str = 0
+    swap: Swap = "auto"
     record: str | Path | Callable[[dict[str, Any]], None] | None = None
 
     def __post_init__(self) -> None:
@@ -67,13 +74,20 @@ class EngineConfig:
         for name in ("num_pages", "prefill_chunk"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, integer(name, getattr(self, name), 1, _MAX, or_else="None or "))
+        if self.num_host_pages is not None:
+            allowed = ("num_host_pages", self.num_host_pages, 0, _MAX)
+            object.__setattr__(self, "num_host_pages", integer(*allowed, or_else="None or "))
+        if self.swap not in get_args(Swap):
+            refuse("swap", self.swap, " or ".join(map(repr, get_args(Swap))))
         for name in ("prefix_cache", "poison"):
             instance(name, getattr(self, name), bool, "True or False")
         if instance("eviction", self.eviction, str, " or ".join(POLICIES)) not in POLICIES:
             refuse("eviction", self.eviction, " or ".join(POLICIES))
         if self.record is not None and not isinstance(self.record, (str, Path)) and not callable(self.record):
             refuse("record", self.record, "None, a path or a function that takes a line")
-        parse_bytes(self.kv_memory)
+        parse_bytes("kv_memory", self.kv_memory)
+        if self.host_memory != 0:
+            parse_bytes("host_memory", self.host_memory)
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> EngineConfig:
@@ -88,17 +102,23 @@ class EngineConfig:
         """Pages of the pool when one page takes `page_bytes`."""
         if self.num_pages is not None:
             return self.num_pages
-        num_pages = parse_bytes(self.kv_memory) // page_bytes
+        num_pages = parse_bytes("kv_memory", self.kv_memory) // page_bytes
         if not 1 <= num_pages <= _MAX:
             refuse("kv_memory", self.kv_memory, f"room for 1 to {_MAX} pages, which take {page_bytes} bytes each")
         return num_pages
 
+    def host_pages_for(self, page_bytes: int) -> int:
+        """Host pages of the pool when one page takes `page_bytes`."""
+        if self.num_host_pages is not None:
+            return self.num_host_pages
+        return min(_MAX, parse_bytes("host_memory", self.host_memory) // page_bytes) if self.host_memory else 0
 
-def parse_bytes(value: int | str) -> int:
+
+def parse_bytes(field: str, value: int | str) -> int:
     """`512MiB`, `2 GB` or a plain number as bytes; InvalidRequest where it is neither."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]+)\s*", value) if isinstance(value, str) else None
     if match is None or match[2].upper() not in _UNITS or float(match[1]) == 0:
-        refuse("kv_memory", value, 'a positive number of bytes or a text like "512MiB"')
+        refuse(field, value, 'a positive number of bytes or a text like "512MiB"')
     return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -32,6 +32,7 @@ from .request import CacheUse, Request
 from .sequence import Sequence
 from .stream import EventStream
 from .threads import set_threads
+from .tier import HostTier, Transfers
 from .tokenizer import Tokenizer
 
 MAX_THREADS = 1024
@@ -48,6 +49,7 @@ class EngineStats:
     num_running: int  # sequences: each choice counts
     num_waiting: int
     cache: CacheStats
+    transfers: Transfers
 
 
 class Engine:
@@ -56,8 +58,8 @@ class Engine:
     `model` is the name or path of a model (loaded in `dtype` on `device`, with its tokenizer) or an object that
     implements `Model`, then with its `tokenizer` where prompts or outputs are text. `exact` asks that nothing but a
     prompt and its parameters changes an answer, to the bit; by default it holds wherever model and machine allow it.
-    `threads` are torch's, in the whole process. `clock` gives seconds, for `stats` alone. Further settings:
-    `EngineConfig`.
+    `threads` are torch's, in the whole process. `clock` gives seconds, for `stats` and for what pages cost to move to
+    host memory. Further settings: `EngineConfig`.
     Not thread-safe; a caller with threads gives the engine one of its own.
     """
 
@@ -84,12 +86,15 @@ class Engine:
             self.model, self.tokenizer = model, tokenizer
         else:
             refuse("model", model, "a name, a path or an object that implements Model")
-        num_pages = config.pages_for(self.model.page_bytes(config.page_size))
-        self.config = replace(config, num_pages=num_pages)
+        page_bytes = self.model.page_bytes(config.page_size)
+        num_pages, num_host_pages = config.pages_for(page_bytes), config.host_pages_for(page_bytes)
+        self.config = replace(config, num_pages=num_pages, num_host_pages=num_host_pages)
         try:
-            self.model.allocate(num_pages, config.page_size)
+            self.model.allocate(num_pages, config.page_size, num_host_pages)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter
-            raise InvalidRequest(f"kv_memory: a pool of {num_pages} pages cannot be allocated: {error}") from error
+            raise InvalidRequest(
+                f"kv_memory: a pool of {num_pages + num_host_pages} pages cannot be allocated: {error}"
+            ) from error
         self._intake = Intake(
             self.model, self.tokenizer, seed=config.seed, num_pages=num_pages, page_size=config.page_size
         )
@@ -313,7 +318,13 @@ class Engine:
             num_running=len(self._loop.scheduler.running),
             num_waiting=len(self._loop.scheduler.waiting),
             cache=self._loop.cache.stats(),
+            transfers=self._loop.tier.totals,
         )
+
+    @property
+    def tier(self) -> HostTier:
+        """The pages in host memory, and what decides about them."""
+        return self._loop.tier
 
     def check(self) -> None:
         """The whole-state audit: pages, nodes, tables and queues from scratch. Raises if anything is off."""
@@ -326,6 +337,7 @@ class Engine:
     def reset_cache(self) -> None:
         """Forget every cached page. LiveTables while a request holds pages."""
         self._require_open()
+        self._loop.tier.wait()
         self._loop.cache.reset()
         self._recorder.write("reset")
 
@@ -335,6 +347,7 @@ class Engine:
             for request in self._loop.requests:
                 self.abort(request.handle)
             self._loop.pins.give_up()
+            self._loop.tier.wait()
             self._recorder.close()
             self._closed = True
 

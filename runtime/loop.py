@@ -1,6 +1,6 @@
 """The loop of an engine: plan a step, run it, draw, commit; how requests begin and end, and the events that say so.
 
-Knows nothing of what a caller may ask: requests come checked. One thread, no clock.
+Knows nothing of what a caller may ask: requests come checked. One thread; a clock is read for measures alone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .runner import Runner
 from .sampler import Sampled, sample
 from .scheduler import Scheduler
 from .sequence import Sequence
+from .tier import HostTier
 
 
 class Loop:
@@ -44,7 +45,8 @@ class Loop:
         self.counters = Counters()
         self.meter = Meter(clock)
         self.pins = Pins(self.cache)
-        self.scheduler = Scheduler(self.cache, config, self.counters, self.pins)
+        self.tier = HostTier(self.cache, model, swap=config.swap, clock=self.meter.now)
+        self.scheduler = Scheduler(self.cache, self.tier, config, self.counters, self.pins)
         self.requests = Registry(keep_finished=config.keep_finished, finished_ttl=config.finished_ttl)
         self._runner = Runner(model, self.cache, poison=config.poison)
         self._events: list[Event] = []
@@ -77,6 +79,7 @@ class Loop:
     def _start_over(self) -> None:
         """Forget every page; all requests wait and recompute. Right whatever state the old cache was left in."""
         self.cache = self._new_cache()
+        self.tier.start_over(self.cache)
         self._runner.start_over(self.cache)
         self.pins.start_over(self.cache)
         live = [branch for request in self.requests for branch in request.live]
@@ -84,8 +87,11 @@ class Loop:
 
     def _run(self, plan: StepPlan) -> None:
         """Run, sample and commit; where the device or a draw fails, the plan's requests run again one by one."""
+        begun = self.meter.now() if self.tier.follows_costs else None
         try:
             forward = self._runner.run(plan)
+            if any(entry.stop - entry.own_start > 1 for entry in plan.entries):
+                self.tier.computed(plan.num_rows, begun)
             sound = [entry for entry in plan.entries if forward.finite[entry.rows].all()]
             logits = self._logits(plan, sound, forward)
             drawn = [self._draw(sequence, row) for sequence, row in logits]
@@ -105,7 +111,8 @@ class Loop:
             elif sequence.table is not None:  # its request may have ended with another beam
                 self._search_on(sequence, row)
         freed, self._freed = self._freed, []
-        self._recorder.step(plan, [token.token_id for tokens in drawn for token in tokens], freed)
+        costs = self.tier.costs if self.tier.follows_costs else None
+        self._recorder.step(plan, [token.token_id for tokens in drawn for token in tokens], freed, costs)
 
     def _logits(self, plan: StepPlan, sound: list[Entry], forward: Forward) -> list[tuple[Sequence, torch.Tensor]]:
         """The sequences that get a next token, and its logits."""
@@ -302,6 +309,7 @@ class Loop:
         return RadixCache(
             num_pages=self._config.num_pages,
             page_size=self._config.page_size,
+            num_host_pages=self._config.num_host_pages or 0,
             policy=self._config.eviction,
             max_pinned=int(self._config.pin_budget * self._config.num_pages),
             on_free=self._on_free,

@@ -75,20 +75,28 @@ class Meter:
         self._queued: set[int] = set()
         self._last: dict[tuple[int, int], float] = {}  # by choice: when it had its last token
 
+    def now(self) -> float | None:
+        """The clock's time; None, and counted, where it fails."""
+        try:
+            return float(self._clock())
+        except Exception:
+            self._num_failures += 1
+            return None
+
     def submitted(self, sequence: Sequence) -> None:
-        if (now := self._now()) is not None:
+        if (now := self.now()) is not None:
             self._submitted[sequence.number] = now
             self._queued.add(sequence.number)
 
     def started(self, sequence: Sequence) -> None:
         """A row of it ran; later starts, after a preemption, count nowhere."""
-        if sequence.number in self._queued and (now := self._now()) is not None:
+        if sequence.number in self._queued and (now := self.now()) is not None:
             self._queued.remove(sequence.number)
             self._queue.add(now - self._submitted[sequence.number])
 
     def sampled(self, sequence: Sequence) -> None:
         """It has one more token."""
-        if (now := self._now()) is None:
+        if (now := self.now()) is None:
             return
         if sequence.key in self._last:
             self._between_tokens.add(now - self._last[sequence.key])
@@ -112,10 +120,3 @@ class Meter:
             between_tokens=self._between_tokens.durations(),
             num_failures=self._num_failures,
         )
-
-    def _now(self) -> float | None:
-        try:
-            return float(self._clock())
-        except Exception:
-            self._num_failures += 1
-            return None

@@ -12,6 +12,7 @@ import torch
 from radixrt.kernels.plan import IntArray
 
 from .batch import Batch
+from .fences import Fence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,11 @@ class Forward:
 
 
 class Model(Protocol):
-    """A causal language model over a paged KV pool of its own. Page 0 is the padding sink and never read."""
+    """A causal language model over a paged KV pool of its own. Page 0 is the padding sink and never read.
+
+    Pages `1..num_pages` lie on the device. The `num_host_pages` after them lie in host memory: no row reads or writes
+    those.
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -47,8 +52,12 @@ class Model(Protocol):
     def page_bytes(self, page_size: int) -> int:
         """Bytes of KV that one page of `page_size` tokens takes over all layers."""
 
-    def allocate(self, num_pages: int, page_size: int) -> None:
-        """Make the KV pool, pages `0..num_pages`, in place of that of an earlier engine, which must be closed.
+    @property
+    def copies_at_once(self) -> bool:
+        """Whether `copy_out` and `copy_in` have copied when they return."""
+
+    def allocate(self, num_pages: int, page_size: int, num_host_pages: int = 0) -> None:
+        """Make the KV pool, page 0 included, in place of that of an earlier engine, which must be closed.
 
         MemoryError where the machine cannot give so much.
         """
@@ -56,8 +65,20 @@ class Model(Protocol):
     def copy_pages(self, src: IntArray, dst: IntArray) -> None:
         """Copy whole pages, all layers: `dst[i]` becomes equal to `src[i]`. No page is in both lists."""
 
+    def copy_out(self, device_pages: IntArray, host_pages: IntArray) -> Fence:
+        """Begin to copy whole pages, all layers, from the device to host memory, behind all that was begun before.
+
+        The pages are left alone until the fence has passed. Raises, with nothing begun, where it cannot be.
+        """
+
+    def copy_in(self, host_pages: IntArray, device_pages: IntArray) -> Fence:
+        """As `copy_out`, from host memory to the device."""
+
     def poison_slots(self, slots: IntArray) -> None:
-        """Fill these slots with values that ruin any result that reads them. For tests: `Engine(poison=True)`."""
+        """Fill these slots, of either memory, with values that ruin any result that reads them.
+
+        For tests: `Engine(poison=True)`.
+        """
 
     def forward(self, batch: Batch) -> Forward:
         """Write the rows' KV and return their logits. Raises on failure; the pool's other slots are untouched."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -20,6 +20,7 @@ from .outputs import Handle
 from .params import params_from_dict
 from .pins import PinnedPrefix
 from .plan import StepPlan
+from .tier import Costs
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Recorder:
         self._sink: Sink | None = target if callable(target) else None
 
     def start(self, model: Model, config: EngineConfig) -> None:
-        names = [field.name for field in fields(config) if field.name not in ("record", "kv_memory")]
+        names = [field.name for field in fields(config) if field.name not in ("record", "kv_memory", "host_memory")]
         settings = {name: getattr(config, name) for name in names}
         self.write("engine", version=_VERSION, model=model.spec, settings=settings)
 
@@ -50,10 +51,14 @@ class Recorder:
         if self._sink is not None:
             self._sink({"op": op, **fields})
 
-    def step(self, plan: StepPlan, drawn: list[int], freed: list[int]) -> None:
-        """What was planned (`[number, choice, start, own_start, stop]` each), drawn, and freed since the last step."""
+    def step(self, plan: StepPlan, drawn: list[int], freed: list[int], costs: Costs | None) -> None:
+        """What was planned (`[number, choice, start, own_start, stop]` each), drawn, and freed since the last step.
+
+        With a host tier that follows measured costs, what these were: a rerun decides by them.
+        """
         entries = [[*e.sequence.key, e.start, e.own_start, e.stop] for e in plan.entries]
-        self.write("step", entries=entries, drawn=drawn, freed=list(freed))
+        measured = {} if costs is None else {"costs": asdict(costs)}
+        self.write("step", entries=entries, drawn=drawn, freed=list(freed), **measured)
 
     def close(self) -> None:
         if self._file is not None:
@@ -132,6 +137,7 @@ def _apply(engine: Engine, line: Line, seen: list[Line]) -> None:
         case "reset":
             engine.reset_cache()
         case "step":
+            engine.tier.recorded = Costs(**line["costs"]) if "costs" in line else None
             engine.step()
 
 

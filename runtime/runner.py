@@ -28,7 +28,7 @@ class Runner:
     def start_over(self, cache: RadixCache) -> None:
         """Serve a fresh cache over the same pool."""
         self._cache = cache
-        self.forget(np.arange(cache.num_pages + 1))
+        self.forget(np.arange(cache.num_pages + cache.num_host_pages + 1))
 
     def run(self, plan: StepPlan) -> Forward:
         """Run a step: the page copies, all in one call, then the forward pass."""

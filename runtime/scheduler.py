@@ -1,6 +1,7 @@
 """Who computes what in the next step: queues, admission, the token budget, and preemption when pages run short.
 
-Knows nothing of models, sampling or text. Its decisions depend on tokens and counts alone, never on a clock.
+Knows nothing of models, sampling or text. Its decisions depend on tokens and counts alone, never on a clock; what the
+host tier moves may, see there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from radixrt.radix import Match, RadixCache, require
+from radixrt.radix import Match, PageTable, RadixCache, WritePlan, require
 
 from .config import EngineConfig
 from .counting import Counters
@@ -19,6 +20,7 @@ from .intake import branch_pages
 from .pins import Pins
 from .plan import Leader, StepPlan
 from .sequence import Sequence, TokenArray
+from .tier import HostTier, Transfer
 
 
 class Scheduler:
@@ -28,13 +30,15 @@ class Scheduler:
     fit alone was refused at submit; so each step computes at least one row while anything runs or waits.
     """
 
-    def __init__(self, cache: RadixCache, config: EngineConfig, counters: Counters, pins: Pins) -> None:
+    def __init__(self, cache: RadixCache, tier: HostTier, config: EngineConfig, counters: Counters, pins: Pins) -> None:
         self.cache = cache
+        self.tier = tier
         self.counters = counters
         self.config = config
         self.pins = pins
         self.waiting: list[Sequence] = []  # by age
         self.running: list[Sequence] = []  # by age
+        self.fetching: dict[Sequence, tuple[Transfer, ...]] = {}  # of waiting ones: what was begun for their admission
         self.isolated: list[Sequence] = []  # were in a step that failed: each runs alone until one step succeeds
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -44,6 +48,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that ended, in whatever state, and close its table."""
         self.succeeded(sequence)
+        self.fetching.pop(sequence, None)
         _remove(self.waiting if sequence.table is None else self.running, sequence)
         if sequence.table is not None:
             self.cache.close(sequence.table)
@@ -53,7 +58,7 @@ class Scheduler:
         """Let every live sequence wait, without pages, for a fresh cache."""
         self.cache = cache
         self.waiting = sorted(live, key=_age)
-        self.running, self.isolated = [], []
+        self.running, self.isolated, self.fetching = [], [], {}
         for sequence in self.waiting:
             sequence.table = None
 
@@ -62,8 +67,14 @@ class Scheduler:
 
         Among the running the oldest goes first, then higher priorities. Afterwards every planned sequence has its
         pages, and neither it nor what it reads is given away before the step has run. Stays empty where nothing runs
-        or waits.
+        or waits. Blocks on copies to and from host memory only where nothing can be planned before they end.
         """
+        self.tier.poll()
+        self._fill(plan)
+        if not plan.entries and (self.running or self.waiting) and self.tier.wait():
+            self._fill(plan)
+
+    def _fill(self, plan: StepPlan) -> None:
         self._plan_alone(plan)
         if plan.entries:
             return
@@ -122,13 +133,20 @@ class Scheduler:
         tokens = sequence.tokens[start:stop]
         ahead = leader.entry.sequence.table if leader is not None else None
         shared_len = min(leader.shared_stop, stop) if leader is not None else 0
-        while (write := self.cache.extend(sequence.table, tokens, leader=ahead, shared_len=shared_len)) is None:
+        while (write := self._extend(sequence.table, tokens, ahead, shared_len)) is None:
             if not self._make_room(plan, sequence):
                 return False
             if sequence.computed_len != start:  # its borrowed tail was given up: plan it anew
                 return self._schedule(plan, sequence)
         plan.add(sequence, write, leader)
         return True
+
+    def _extend(
+        self, table: PageTable, tokens: TokenArray, leader: PageTable | None, shared_len: int
+    ) -> WritePlan | None:
+        """Room for `tokens`; what has to make way goes to host memory where that pays, and is evicted otherwise."""
+        self.tier.spill(self.cache.num_missing(table, len(tokens), shared_len), table.label)
+        return self.cache.extend(table, tokens, leader=leader, shared_len=shared_len)
 
     def _stop(self, plan: StepPlan, sequence: Sequence, leader: Leader | None) -> int:
         """Where the sequence's rows of this step end: all shared ones, and own ones up to budget and chunk."""
@@ -177,30 +195,38 @@ class Scheduler:
         """Who is preempted for a sequence: the lowest priority, then the youngest, and never the oldest running.
 
         It must have a lower priority or be younger; for the oldest, which has to go on, anybody will do. Branches of
-        one request yield to each other last.
+        one request yield to each other last, and a beam that waits for `sequence` does whatever its age.
         """
         oldest = self.running[0]
         others = [
             other
-            for other in self.running[1:]
+            for other in self.running
             if other is not sequence
             and other not in plan
-            and (sequence is oldest or (other.priority, sequence.key) < (sequence.priority, other.key))
+            and (
+                (other.number == sequence.number and other.logits is not None)
+                or (sequence is oldest)
+                or (other is not oldest and (other.priority, sequence.key) < (sequence.priority, other.key))
+            )
         ]
         return min(others, key=lambda s: (s.number == sequence.number, s.priority, -s.number, -s.choice), default=None)
 
     # -- admission ------------------------------------------------------------------------------------------------
 
     def _admit(self, plan: StepPlan) -> None:
-        """Start waiting sequences in order while they fit. Who does not is passed by, until it is overdue."""
-        if not self.waiting or len(self.running) >= self.config.max_running:
-            return
+        """Start waiting sequences in order while they fit. Who does not is passed by, until it is overdue.
+
+        So is who waits for its pages to come back from host memory.
+        """
         passed: list[Sequence] = []
         for sequence, match in self._candidates():
-            if len(self.running) >= self.config.max_running or any(map(self._is_overdue, passed)):
+            if any(map(self._is_overdue, passed)):
                 return
+            if len(self.running) >= self.config.max_running and not self._is_under_way(sequence):
+                continue
             has_rows = plan.num_rows < self.config.token_budget or self._shared_len(plan, sequence, match) > 0
-            if not (has_rows and self._try_admit(plan, sequence, match)):
+            found = self._fetch(plan, sequence, match) if has_rows else None
+            if found is None or not self._try_admit(plan, sequence, found):
                 passed.append(sequence)
 
     def _candidates(self) -> list[tuple[Sequence, Match]]:
@@ -209,7 +235,8 @@ class Scheduler:
         Looks at the oldest `admission_window` that were not preempted, which bounds the look-ups; ageing brings every
         one into it.
         """
-        waiting = [s for s in self.waiting if s.logits is None]
+        is_full = len(self.running) >= self.config.max_running
+        waiting = [s for s in self.waiting if s.logits is None and (not is_full or self._is_under_way(s))]
         preempted = [s for s in waiting if s.was_preempted]
         others = (s for s in waiting if not s.was_preempted)
         window = itertools.islice(others, self.config.admission_window)
@@ -223,17 +250,39 @@ class Scheduler:
 
         return sorted(found, key=key)
 
+    def _fetch(self, plan: StepPlan, sequence: Sequence, match: Match) -> Match | None:
+        """Bring its pages back from host memory, begun once for each admission; None until all of that is over.
+
+        None too where it does not fit. Otherwise what the cache has of it then.
+        """
+        if sequence not in self.fetching:
+            if not match.host_len:
+                return match
+            if self._is_busy() and not self._fits(plan, sequence, match):
+                return None
+            self.fetching[sequence] = self.tier.fetch(self._known(sequence), sequence.namespace, _label(sequence))
+        return self._match(sequence) if all(transfer.is_over for transfer in self.fetching[sequence]) else None
+
+    def _is_busy(self) -> bool:
+        """Somebody who runs can go on; otherwise whoever is next may have all there is."""
+        return any(s.logits is None for s in self.running)
+
+    def _is_under_way(self, sequence: Sequence) -> bool:
+        """Another branch of its request runs, which may wait for this one: it counts as started."""
+        start = bisect_left(self.running, (sequence.number, 0), key=_age)
+        return self.running[start : start + 1] != [] and self.running[start].number == sequence.number
+
     def _is_overdue(self, sequence: Sequence) -> bool:
         """Overtaken as often as may be: nobody goes first any more."""
         return sequence.bypassed >= self.config.max_bypass
 
     def _try_admit(self, plan: StepPlan, sequence: Sequence, match: Match) -> bool:
         """Open and plan a waiting sequence if its prompt fits; otherwise it waits on."""
-        if self.running and not self._fits(plan, sequence, match):
+        if self._is_busy() and not self._fits(plan, sequence, match):
             return False
-        known_len = self.cache.peek(sequence.tokens, sequence.namespace) if self.config.prefix_cache else 0
+        there = self.cache.match(sequence.tokens if self.config.prefix_cache else [], sequence.namespace)
         sequence.table = self.cache.open(
-            self._known(sequence), sequence.namespace, f"request {sequence.number}", priority=sequence.priority
+            self._known(sequence), sequence.namespace, _label(sequence), priority=sequence.priority
         )
         _remove(self.waiting, sequence)
         _insert(self.running, sequence)
@@ -245,8 +294,9 @@ class Scheduler:
             _insert(self.waiting, sequence)
             return False
         if not sequence.high_water:
-            sequence.found_len = max(sequence.found_len, known_len)
-        sequence.known_len = known_len
+            sequence.found_len = max(sequence.found_len, there.length + there.host_len)
+        sequence.known_len = there.length
+        self.fetching.pop(sequence, None)
         sequence.bypassed = 0
         self.counters.add_cached(sequence, opened_len)
         for other in itertools.takewhile(lambda other: other.number < sequence.number, self.waiting):
@@ -310,6 +360,7 @@ class Scheduler:
         for queue in (self.waiting, self.running):
             require(queue == sorted(queue, key=_age), "a queue is out of order")
         require(all(s in queued for s in self.isolated), "an ended sequence is kept for a rerun")
+        require(all(s in self.waiting for s in self.fetching), "pages are fetched for one that does not wait")
 
 
 def _insert(queue: list[Sequence], sequence: Sequence) -> None:
@@ -322,6 +373,10 @@ def _remove(queue: list[Sequence], sequence: Sequence) -> None:
     at = bisect_left(queue, sequence.key, key=_age)
     assert queue[at] is sequence, "the sequence is in another queue"
     del queue[at]
+
+
+def _label(sequence: Sequence) -> str:
+    return f"request {sequence.number}"
 
 
 def _age(sequence: Sequence) -> tuple[int, int]:

@@ -17,6 +17,7 @@ import torch
 from radixrt.kernels.plan import AttentionPlan, IntArray
 
 from .batch import Batch
+from .fences import Fence, Passed
 from .model import Forward
 
 _Words = npt.NDArray[np.uint64]
@@ -32,7 +33,9 @@ class HashModel:
     It reads as a kernel does, through an attention plan: a row whose nodes do not cover its positions exactly once
     yields another token, and the order in which they are merged does not matter. `planner` makes the plan of a batch
     at a page size; by default every run of pages that two segments share is one node. `before_forward` may raise, as
-    a failing device would; `finite` marks rows (`[T]` bool) that came out as NaN.
+    a failing device would; `finite` marks rows (`[T]` bool) that came out as NaN. `copy_delay` makes copies to and from
+    host memory late: it says of each how many times its fence is asked in vain, after which the copy runs, or None
+    where that fails and leaves its destination ruined; it may raise, and the copy does not begin.
     """
 
     vocab: int = 1000
@@ -41,8 +44,11 @@ class HashModel:
     planner: Callable[[Batch, int], AttentionPlan] | None = None
     before_forward: Callable[[Batch], None] | None = None
     finite: Callable[[Batch], npt.NDArray[np.bool_]] | None = None
+    copy_delay: Callable[[], int | None] | None = None
     _layers: list[_Words] = field(default_factory=list)
+    _host_layers: list[_Words] = field(default_factory=list)
     _page_size: int = 0
+    _num_pages: int = 0
 
     @property
     def vocab_size(self) -> int:
@@ -66,18 +72,45 @@ class HashModel:
     def page_bytes(self, page_size: int) -> int:
         return 16 * page_size
 
-    def allocate(self, num_pages: int, page_size: int) -> None:
-        self._page_size = page_size
+    @property
+    def copies_at_once(self) -> bool:
+        return self.copy_delay is None
+
+    def allocate(self, num_pages: int, page_size: int, num_host_pages: int = 0) -> None:
+        self._page_size, self._num_pages = page_size, num_pages
         self._layers = [np.full((num_pages + 1) * page_size, _POISON) for _ in range(2)]
+        self._host_layers = [np.full((num_host_pages + 1) * page_size, _POISON) for _ in range(2)]
 
     def copy_pages(self, src: IntArray, dst: IntArray) -> None:
-        for layer in self._layers:
-            pages = layer.reshape(-1, self._page_size)
-            pages[dst] = pages[src]
+        self._copy(self._layers, self._layers, src, dst)
+
+    def copy_out(self, device_pages: IntArray, host_pages: IntArray) -> Fence:
+        return self._begin_copy(self._layers, self._host_layers, device_pages, host_pages - self._num_pages)
+
+    def copy_in(self, host_pages: IntArray, device_pages: IntArray) -> Fence:
+        return self._begin_copy(self._host_layers, self._layers, host_pages - self._num_pages, device_pages)
 
     def poison_slots(self, slots: IntArray) -> None:
-        for layer in self._layers:
-            layer[slots] = _POISON
+        stop = (self._num_pages + 1) * self._page_size
+        for layer, host_layer in zip(self._layers, self._host_layers, strict=True):
+            layer[slots[slots < stop]] = _POISON
+            host_layer[slots[slots >= stop] - self._num_pages * self._page_size] = _POISON
+
+    def _begin_copy(self, source: list[_Words], target: list[_Words], src: IntArray, dst: IntArray) -> Fence:
+        if self.copy_delay is None:
+            self._copy(source, target, src, dst)
+            return Passed()
+        return _LateCopy(
+            self.copy_delay(), lambda: self._copy(source, target, src, dst), lambda: self._ruin(target, dst)
+        )
+
+    def _copy(self, source: list[_Words], target: list[_Words], src: IntArray, dst: IntArray) -> None:
+        for ours, theirs in zip(source, target, strict=True):
+            theirs.reshape(-1, self._page_size)[dst] = ours.reshape(-1, self._page_size)[src]
+
+    def _ruin(self, target: list[_Words], dst: IntArray) -> None:
+        for layer in target:
+            layer.reshape(-1, self._page_size)[dst] = _POISON
 
     def forward(self, batch: Batch) -> Forward:
         if self.before_forward is not None:
@@ -115,6 +148,33 @@ class HashModel:
         """[R, vocab] in [0, 8), a hash of each value and the token id."""
         words = _mix(values[:, None] ^ _mix(np.arange(self.vocab, dtype=np.uint64))[None, :])
         return ((words >> np.uint64(40)) / np.float32(1 << 21)).astype(np.float32)
+
+
+@dataclass(slots=True)
+class _LateCopy:
+    """A copy that runs, or ruins what it should write, when its fence has been asked often enough: late as can be."""
+
+    delay: int | None
+    run: Callable[[], None]
+    ruin: Callable[[], None]
+    passed: bool = False
+
+    def done(self) -> bool:
+        if self.delay is None:
+            self.ruin()
+            raise RuntimeError("a copy between device and host failed")
+        if not self.passed and self.delay == 0:
+            self.run()
+            self.passed = True
+        self.delay = max(0, self.delay - 1)
+        return self.passed
+
+    def wait(self) -> None:
+        while not self.done():
+            pass
+
+    def seconds(self) -> float | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

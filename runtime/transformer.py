@@ -15,6 +15,7 @@ from .attention import prepare, run_packed
 from .backends import Chosen, choose_backend, choose_product, probe_backend
 from .batch import Batch
 from .errors import ModelError
+from .fences import Fence
 from .kv import KVPool
 from .model import Forward
 from .probe import first_tensor, probe, run_untouched
@@ -116,7 +117,11 @@ class TransformerModel:
     def page_bytes(self, page_size: int) -> int:
         return page_size * self.dtype.itemsize * sum(shape.token_width for shape in self._shapes.values())
 
-    def allocate(self, num_pages: int, page_size: int) -> None:
+    @property
+    def copies_at_once(self) -> bool:
+        return self.device.type != "cuda"
+
+    def allocate(self, num_pages: int, page_size: int, num_host_pages: int = 0) -> None:
         """Replaces the pool of an earlier engine, which must be closed."""
         self._pool = None  # frees the old one before the new one is made
         self._chosen = choose_backend(self.device, self.dtype, page_size, self._shapes.values(), asked=self._cpu_kernel)
@@ -124,12 +129,20 @@ class TransformerModel:
             flaws = (self._chosen.backend.inexact(self.dtype, page_size, *layer) for layer in self._layers)
             self._inexact = next(filter(None, flaws), None)
             self._require_exact()
-        self._pool = KVPool(self._chosen.backend, num_pages, page_size, self.dtype, self.device)
+        self._pool = KVPool(
+            self._chosen.backend, num_pages, page_size, self.dtype, self.device, num_host_pages=num_host_pages
+        )
         for index, shape in self._shapes.items():
             self._pool.layer(index, shape)
 
     def copy_pages(self, src: IntArray, dst: IntArray) -> None:
         self._allocated().copy_pages(src, dst)
+
+    def copy_out(self, device_pages: IntArray, host_pages: IntArray) -> Fence:
+        return self._allocated().copy_out(device_pages, host_pages)
+
+    def copy_in(self, host_pages: IntArray, device_pages: IntArray) -> Fence:
+        return self._allocated().copy_in(host_pages, device_pages)
 
     def poison_slots(self, slots: IntArray) -> None:
         self._allocated().poison_slots(slots)

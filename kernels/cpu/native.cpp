@@ -170,14 +170,16 @@ void radixrt_normalise_float32(const Norm* norm) { normalise<float>(*norm); }
 
 void radixrt_normalise_bfloat16(const Norm* norm) { normalise<bfloat16>(*norm); }
 
-// Copy page src[i] to page dst[i] in each cache; page_bytes[c] is the size of a page of cache c.
-void radixrt_copy_pages(void* const* caches, const int64_t* page_bytes, int64_t num_caches, const int64_t* src,
-                        const int64_t* dst, int64_t num_pages, int32_t threads) {
+// Copy page src[i] of each cache to page dst[i] of the one like it in targets; page_bytes[c] is the size of a page of
+// cache c.
+void radixrt_copy_pages(void* const* caches, void* const* targets, const int64_t* page_bytes, int64_t num_caches,
+                        const int64_t* src, const int64_t* dst, int64_t num_pages, int32_t threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < num_caches * num_pages; ++i) {
         const int64_t bytes = page_bytes[i / num_pages];
-        char* cache = (char*)caches[i / num_pages];
-        std::memcpy(cache + dst[i % num_pages] * bytes, cache + src[i % num_pages] * bytes, bytes);
+        const char* cache = (const char*)caches[i / num_pages];
+        char* target = (char*)targets[i / num_pages];
+        std::memcpy(target + dst[i % num_pages] * bytes, cache + src[i % num_pages] * bytes, bytes);
     }
 }
 }

@@ -166,7 +166,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ):
             function = getattr(library, f"radixrt_{verb}_{dtype}")
             function.argtypes, function.restype = argtypes, None
-    library.radixrt_copy_pages.argtypes = (pointer, pointer, int64, pointer, pointer, int64, int32)
+    library.radixrt_copy_pages.argtypes = (pointer, pointer, pointer, int64, pointer, pointer, int64, int32)
     library.radixrt_copy_pages.restype = None
     return library
 
@@ -266,13 +266,14 @@ class NativeAttention:
         self._attend[q.dtype](step.handle, call)
         return out
 
-    def copy_pages(self, layers: Sequence[LayerKV], src: IntArray, dst: IntArray) -> None:
-        caches = [cache for kv in layers for cache in (kv.k, kv.v)]
-        pointers = (ctypes.c_void_p * len(caches))(*(cache.data_ptr() for cache in caches))
+    def copy_pages(self, source: Sequence[LayerKV], target: Sequence[LayerKV], src: IntArray, dst: IntArray) -> None:
+        caches = [cache for kv in source for cache in (kv.k, kv.v)]
+        others = [cache for kv in target for cache in (kv.k, kv.v)]
+        pointers, to = ((ctypes.c_void_p * len(many))(*(c.data_ptr() for c in many)) for many in (caches, others))
         sizes = (ctypes.c_int64 * len(caches))(*(math.prod(cache.shape[1:]) * cache.itemsize for cache in caches))
         src, dst = (np.ascontiguousarray(pages, dtype=np.int64) for pages in (src, dst))
         self._library.radixrt_copy_pages(
-            pointers, sizes, len(caches), src.ctypes.data, dst.ctypes.data, len(src), torch.get_num_threads()
+            pointers, to, sizes, len(caches), src.ctypes.data, dst.ctypes.data, len(src), torch.get_num_threads()
         )
 
     def fill_slots(self, layers: Sequence[LayerKV], slots: IntArray, value: float) -> None:

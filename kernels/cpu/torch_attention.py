@@ -68,11 +68,11 @@ class TorchAttention:
             _by_slot(cache).index_copy_(0, step.write_slots, source)
         return step.attention.attend(q, kv, scale=scale, window=window, softcap=softcap)
 
-    def copy_pages(self, layers: Sequence[LayerKV], src: IntArray, dst: IntArray) -> None:
-        source, destination = torch.from_numpy(src), torch.from_numpy(dst)
-        for kv in layers:
-            for cache in (kv.k, kv.v):
-                cache.index_copy_(0, destination, cache.index_select(0, source))
+    def copy_pages(self, source: Sequence[LayerKV], target: Sequence[LayerKV], src: IntArray, dst: IntArray) -> None:
+        read, written = torch.from_numpy(src), torch.from_numpy(dst)
+        for ours, theirs in zip(source, target, strict=True):
+            for cache, other in ((ours.k, theirs.k), (ours.v, theirs.v)):
+                other.index_copy_(0, written, cache.index_select(0, read))
 
     def fill_slots(self, layers: Sequence[LayerKV], slots: IntArray, value: float) -> None:
         index = torch.from_numpy(slots)

@@ -135,24 +135,28 @@ class TritonAttention:
         )  # fmt: skip
         return out
 
-    def copy_pages(self, layers: Sequence[LayerKV], src: IntArray, dst: IntArray) -> None:
+    def copy_pages(self, source: Sequence[LayerKV], target: Sequence[LayerKV], src: IntArray, dst: IntArray) -> None:
         """One launch for all layers."""
-        caches = [cache for kv in layers for cache in (kv.k, kv.v)]
+        caches = [cache for kv in source for cache in (kv.k, kv.v)]
+        others = [cache for kv in target for cache in (kv.k, kv.v)]
         if not caches or not len(src):
             return
         page_bytes = [cache.stride(0) * cache.itemsize for cache in caches]
         word_bytes = gcd(max(_WORDS), *page_bytes)
-        table = [(cache.data_ptr(), size // word_bytes) for cache, size in zip(caches, page_bytes, strict=True)]
+        table = [
+            (cache.data_ptr(), other.data_ptr(), size // word_bytes)
+            for cache, other, size in zip(caches, others, page_bytes, strict=True)
+        ]
         (pairs,) = self._send(np.stack([src, dst], axis=1).ravel())
         copy_pages[(len(src), len(caches))](
             torch.tensor(table, device=self._device), pairs, WORD=_WORDS[word_bytes], BLOCK=_BLOCK_WORDS
         )
 
     def fill_slots(self, layers: Sequence[LayerKV], slots: IntArray, value: float) -> None:
-        index = torch.tensor(slots, device=self._device)
+        index = torch.tensor(slots)
         for kv in layers:
             for cache in (kv.k, kv.v):
-                cache.view(-1, *cache.shape[2:]).index_fill_(0, index, value)
+                cache.view(-1, *cache.shape[2:]).index_fill_(0, index.to(cache.device), value)
 
     def unpack(self, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
         return kv.k.clone(), kv.v.clone()

@@ -45,16 +45,20 @@ def write_pairs(
 
 @triton.jit
 def copy_pages(
-    caches,  # [C, 2] int64: the address of each cache and its words per page
+    caches,  # [C, 3] int64: the addresses of a cache to read and one to write, and their words per page
     pairs,  # [N, 2] int32: source and destination page
     WORD: tl.constexpr,  # an integer type of which a page of every cache is a whole number
     BLOCK: tl.constexpr,
 ):
-    """Program (i, c): the i-th copy in cache c. No page is in both columns, so the order does not matter."""
+    """Program (i, c): the i-th copy in cache c. No page is in both columns, so the order does not matter.
+
+    Either address may be of pinned host memory, which CUDA maps at the same address.
+    """
     source, destination = tl.load(pairs + tl.program_id(0) * 2), tl.load(pairs + tl.program_id(0) * 2 + 1)
-    cache = tl.load(caches + tl.program_id(1) * 2).to(tl.pointer_type(WORD))
-    num_words = tl.load(caches + tl.program_id(1) * 2 + 1)
+    cache = tl.load(caches + tl.program_id(1) * 3).to(tl.pointer_type(WORD))
+    target = tl.load(caches + tl.program_id(1) * 3 + 1).to(tl.pointer_type(WORD))
+    num_words = tl.load(caches + tl.program_id(1) * 3 + 2)
     for first in tl.range(0, num_words, BLOCK):
         word = first + tl.arange(0, BLOCK)
         mask = word < num_words
-        tl.store(cache + destination * num_words + word, tl.load(cache + source * num_words + word, mask), mask)
+        tl.store(target + destination * num_words + word, tl.load(cache + source * num_words + word, mask), mask)

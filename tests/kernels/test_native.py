@@ -385,7 +385,7 @@ def test_writes_copies_and_fills_agree(backend: NativeAttention, dtype: torch.dt
     step = backend.prepare(plan, rows, slots)
     for kv in layers:
         attend(backend, q, k, v, kv, step)
-    backend.copy_pages(layers, np.array([0, 1]), np.array([4, 3]))
+    backend.copy_pages(layers, layers, np.array([0, 1]), np.array([4, 3]))
     backend.fill_slots(layers, np.array([7, page_size]), 2.0)
     for kv, want in zip(layers, expected, strict=True):
         reference.write_kv(*want, k, v, torch.tensor(rows), torch.tensor(slots))
@@ -393,6 +393,22 @@ def test_writes_copies_and_fills_agree(backend: NativeAttention, dtype: torch.dt
             reference.copy_pages(cache, torch.tensor([0, 1]), torch.tensor([4, 3]))
             cache[0, 7] = cache[1, 0] = 2.0
             assert torch.equal(got, cache)
+
+
+def test_pages_go_to_another_pool_and_back(backend: NativeAttention) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layers = [backend.allocate(6, 16, LayerShape(2, 32, 32), torch.float32, CPU) for _ in range(3)]
+    others = [backend.allocate(3, 16, LayerShape(2, 32, 32), torch.float32, CPU) for _ in range(3)]
+    for kv in layers:
+        for cache in (kv.k, kv.v):
+            cache.copy_(torch.randn(cache.shape, generator=generator))
+    wanted = [(kv.k[[2, 5]].clone(), kv.v[[2, 5]].clone()) for kv in layers]
+    backend.copy_pages(layers, others, np.array([2, 5]), np.array([1, 3]))
+    backend.copy_pages(others, layers, np.array([1, 3]), np.array([6, 1]))
+    for kv, (k, v) in zip(layers, wanted, strict=True):
+        assert torch.equal(kv.k[[6, 1]], k)
+        assert torch.equal(kv.v[[6, 1]], v)
+        assert torch.equal(kv.k[[2, 5]], k)
 
 
 def test_it_runs_on_torchs_own_threads(backend: NativeAttention) -> None:

@@ -438,10 +438,28 @@ def test_writes_copies_and_fills_agree(dtype: torch.dtype) -> None:
         backend.attend(k, k, v, kv, backend.prepare(plan, rows, slots), scale=1.0)
         assert all(torch.equal(*pair) for pair in zip(backend.unpack(kv), expected, strict=True))
     expected_layers = [backend.unpack(kv) for kv in layers]
-    backend.copy_pages(layers, np.array([1, 3]), np.array([4, 2]))
+    backend.copy_pages(layers, layers, np.array([1, 3]), np.array([4, 2]))
     backend.fill_slots(layers, np.array([0, 9]), 7.0)
     for kv, want in zip(layers, expected_layers, strict=True):
         for cache, expected_cache in zip(backend.unpack(kv), want, strict=True):
             reference.copy_pages(expected_cache, torch.tensor([1, 3]), torch.tensor([4, 2]))
             expected_cache[0, 0] = expected_cache[2, 1] = 7
             assert torch.equal(cache, expected_cache)
+
+
+def test_pages_go_to_another_pool_and_back() -> None:
+    backend = TorchAttention()
+    layers, others = (
+        [backend.allocate(n, 4, LayerShape(2, 3, 5), torch.float32, torch.device("cpu")) for _ in range(2)]
+        for n in (6, 3)
+    )
+    for kv in layers:
+        kv.k.copy_(torch.randn(kv.k.shape))
+        kv.v.copy_(torch.randn(kv.v.shape))
+    wanted = [(kv.k[[2, 5]].clone(), kv.v[[2, 5]].clone()) for kv in layers]
+    backend.copy_pages(layers, others, np.array([2, 5]), np.array([1, 3]))
+    backend.copy_pages(others, layers, np.array([1, 3]), np.array([6, 1]))
+    for kv, (k, v) in zip(layers, wanted, strict=True):
+        assert torch.equal(kv.k[[6, 1]], k)
+        assert torch.equal(kv.v[[6, 1]], v)
+        assert torch.equal(kv.k[[2, 5]], k)

@@ -255,13 +255,19 @@ def test_pages_are_copied_in_all_layers(page_size: int, dim: int) -> None:
             cache.copy_(torch.randn(cache.shape, generator=generator))
     wanted = [backend.unpack(kv) for kv in layers]
     src, dst = np.array([2, 6, 2]), np.array([1, 5, 4])
-    backend.copy_pages(layers, src, dst)
-    backend.copy_pages(layers, src[:0], dst[:0])
-    backend.copy_pages([], src, dst)
+    backend.copy_pages(layers, layers, src, dst)
+    backend.copy_pages(layers, layers, src[:0], dst[:0])
+    backend.copy_pages([], [], src, dst)
     for kv, pair in zip(layers, wanted, strict=True):
         for cache, want in zip((kv.k, kv.v), pair, strict=True):
             reference.copy_pages(want, torch.tensor(src), torch.tensor(dst))
             assert torch.equal(cache, want)
+    others = [backend.allocate(3, page_size, shape, torch.float16, CPU) for shape in shapes]
+    backend.copy_pages(layers, others, src[:2], np.array([1, 3]))
+    backend.copy_pages(others, layers, np.array([1, 3]), np.array([3, 0]))
+    for kv in layers:
+        for cache in (kv.k, kv.v):
+            assert torch.equal(cache[[3, 0]], cache[src[:2]])
 
 
 def test_slots_are_filled_and_no_others() -> None:

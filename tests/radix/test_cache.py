@@ -544,7 +544,7 @@ def test_stats_count_what_happened() -> None:
     run(cache, table, [9])
     stats = cache.stats()
     assert (stats.opened, stats.opened_tokens, stats.hit_tokens) == (2, 8, 3)
-    assert (stats.copied_pages, stats.num_tables, stats.num_cached) == (1, 1, 2)
+    assert (stats.reused_copies, stats.forked_copies, stats.num_tables, stats.num_cached) == (1, 0, 1, 2)
     assert (stats.num_held, stats.num_evictable, stats.num_free) == (1, 1, 5)
 
 

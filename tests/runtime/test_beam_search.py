@@ -28,6 +28,7 @@ from radixrt.runtime.testing import ByteTokenizer, HashModel
 from radixrt.runtime.transformer import TransformerModel
 
 from . import tiny
+from .test_host_tier import delays
 
 MakeEngine = Callable[..., Engine]
 VOCAB = 40
@@ -94,8 +95,11 @@ def test_finds_what_a_dense_search_finds_under_any_pressure(data: st.DataObject)
         "prefill_chunk": data.draw(st.sampled_from([None, 3])),
         "token_budget": data.draw(st.sampled_from([2, 512])),
         "prefix_cache": data.draw(st.booleans()),
+        "num_host_pages": data.draw(st.sampled_from([0, 2, 20])),
+        "swap": data.draw(st.sampled_from(["auto", "always"])),
     }
-    with Engine(HashModel(vocab=VOCAB), page_size=page_size, poison=True, **pressed) as engine:
+    model = HashModel(vocab=VOCAB, copy_delay=data.draw(delays()))
+    with Engine(model, page_size=page_size, poison=True, **pressed) as engine:
         noise = SamplingParams(n=2, max_tokens=3, seed=1)
         others = [engine.submit([9] * 3, noise) for _ in range(2) if branch_pages(3, 5, 2, page_size) <= need]
         handles = [engine.submit(prompt, p) for prompt, p in zip(prompts, params, strict=True)]

@@ -45,6 +45,8 @@ class EngineMachine(RuleBasedStateMachine):
         prefill_chunk=st.sampled_from([None, 3]),
         max_running=st.sampled_from([2, 8]),
         max_bypass=st.sampled_from([0, 2, 16]),
+        num_host_pages=st.sampled_from([0, 3, 30]),
+        swap=st.sampled_from(["auto", "always"]),
         prompts=prefix_families(page_size=4, max_size=5),
     )
     def start(self, page_size: int, slack: int, prompts: list[list[int]], **given_settings: Any) -> None:
@@ -197,6 +199,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.engine.unpin(pinned)
             stats = self.engine.stats().cache
             assert stats.num_free + stats.num_cached == stats.num_pages
+            assert stats.num_host_free + stats.num_host_cached == stats.num_host_pages
             assert stats.num_tables == stats.num_held == 0
             assert replay(save(self.lines)).difference is None
         except BaseException:
