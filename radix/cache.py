@@ -621,7 +621,9 @@ class RadixCache:
             self.tree.policy.evicted(edge)
         if edges:
             page_ids = np.concatenate(edges)
-            num_device = int(np.count_nonzero(page_ids <= self.pool.num_pages))
+            num_device = len(page_ids)
+            if self.pool.num_host_pages:
+                num_device = int(np.count_nonzero(page_ids <= self.pool.num_pages))
             self._evicted_pages += num_device
             self._evicted_host_pages += len(page_ids) - num_device
             self._release(page_ids)

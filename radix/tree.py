@@ -104,7 +104,7 @@ class RadixTree:
 
         O(tokens passed / vector width + nodes passed).
         """
-        page_size, passed, num_device = self.page_size, [], 0
+        page_size, passed = self.page_size, []
         first = offset  # tokens of `node` that are already among `passed`; `offset` have been agreed
         while True:
             edge_len = node.tokens.size // page_size * page_size
@@ -113,7 +113,6 @@ class RadixTree:
                 offset += agreed
                 position += agreed
             passed.append(node.pages.view[first // page_size : offset // page_size])
-            num_device += max(0, min(node.num_device, offset // page_size) - first // page_size)
             if offset < node.tokens.size or node.children is None or position + page_size > len(tokens):
                 break
             child = node.children.nodes.get(page_key(tokens, position, position + page_size))
@@ -121,7 +120,8 @@ class RadixTree:
                 break
             node, first, offset = child, 0, page_size
             position += page_size
-        return Walk(node, offset, np.concatenate(passed), num_device)
+        page_ids = np.concatenate(passed)
+        return Walk(node, offset, page_ids, len(page_ids) - _num_host(node, offset // page_size))
 
     def next_page(self, walk: Walk, rest: IntArray) -> NextPage | None:
         """Return the page that continues a walk and agrees furthest with `rest`, the tokens after it; None at an end.
@@ -492,6 +492,15 @@ class RadixTree:
 
     def _page_tokens(self, node: Node, index: int) -> IntArray:
         return node.tokens.view[index * self.page_size : (index + 1) * self.page_size]
+
+
+def _num_host(node: Node, stop: int) -> int:
+    """How many host pages lie on the path that ends before page `stop` of `node`. O(nodes that hold them)."""
+    num_pages = max(0, stop - node.num_device)
+    while not node.num_device and (parent := node.parent) is not None:
+        num_pages += parent.pages.size - parent.num_device
+        node = parent
+    return num_pages
 
 
 def _put(order: SortedList, old: Rank | None, new: Rank | None) -> Rank | None:

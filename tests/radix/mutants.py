@@ -89,7 +89,7 @@ MUTANTS = [
             "-(-agreement(node.tokens.view[offset:edge_len], tokens[position:]) // page_size) * page_size",
         ),
         walk_stops_a_page_early=("offset // page_size])", "max(offset - page_size, first) // page_size])"),
-        walk_takes_host_pages_for_device_pages=("min(node.num_device, offset // page_size)", "offset // page_size"),
+        walk_takes_host_pages_for_device_pages=(" - _num_host(node, offset // page_size)", ""),
     ),
     *_of(
         Children,
@@ -502,6 +502,7 @@ MUTANTS = [
         shadow_counts_misses=("len(path) - num_missing", "len(path)"),
     ),
     *_of(Shadow, "_known", shadow_forgets_its_ghosts=("if self._ghosts.keys().isdisjoint(ids):", "if True:")),
+    *_of(Shadow, "_evict", shadow_leaves_no_ghosts=("if self._looks_back:", "if False:")),
     *_of(
         PagePool,
         "release",
