@@ -8,6 +8,7 @@ from .engine import Engine, EngineStats
 from .errors import InvalidRequest, ModelError
 from .fences import Fence
 from .geometry import KVGeometry
+from .grammar import Grammar
 from .loading import load_model
 from .model import Forward, Model
 from .outputs import (
@@ -44,6 +45,7 @@ __all__ = [
     "FinishEvent",
     "FinishReason",
     "Forward",
+    "Grammar",
     "Handle",
     "InvalidRequest",
     "KVGeometry",

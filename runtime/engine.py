@@ -16,6 +16,7 @@ from radixrt.radix import BrokenInvariant, CacheStats, Explanation
 
 from .checks import integer, refuse
 from .config import EngineConfig
+from .constraint import Grammars
 from .counting import Counters
 from .errors import InvalidRequest
 from .intake import Intake
@@ -95,10 +96,11 @@ class Engine:
             raise InvalidRequest(
                 f"kv_memory: a pool of {num_pages + num_host_pages} pages cannot be allocated: {error}"
             ) from error
+        grammars = Grammars(self.tokenizer, self.model.vocab_size)
         self._intake = Intake(
-            self.model, self.tokenizer, seed=config.seed, num_pages=num_pages, page_size=config.page_size
+            self.model, self.tokenizer, grammars, seed=config.seed, num_pages=num_pages, page_size=config.page_size
         )
-        self._loop = Loop(self.model, self.config, self._recorder, clock)
+        self._loop = Loop(self.model, self.config, grammars, self._recorder, clock)
         self._closed = False
         self._recorder.start(self.model, self.config)
 
@@ -144,7 +146,8 @@ class Engine:
         the parent holds pages they are shared, O(pages) and no copy; where it waits, the children wait too and share
         its rows when they run. A child that goes on from the very end goes on in everything: penalties, stop strings,
         text that was held back. Without `params` a child keeps the parent's, as one choice, and while the parent lives
-        its limits too. Its draws differ from the parent's and from the other children's either way.
+        its limits too; without `text` either, it goes on in the parent's grammar, which else begins anew. Its draws
+        differ from the parent's and from the other children's either way.
         """
         request, sequence = self._branch(handle, choice)
         n = integer("n", n, 1, MAX_FORKS)
@@ -192,6 +195,8 @@ class Engine:
         if sequence.table is not None and sequence.table.seq_len >= num_tokens:
             self._loop.cache.truncate(sequence.table, num_tokens - 1)
         sequence.truncate(num_tokens)
+        if sequence.constraint is not None:
+            self._loop.grammars.look([sequence.constraint])
 
     def adopt(self, handle: Handle, branch: Handle, *, choice: int = 0, branch_choice: int = 0) -> None:
         """Let a choice that ended own the tokens of one of its forks, as if it had gone on so. Frees the fork's handle.

@@ -12,6 +12,7 @@ import numpy as np
 
 from .beams import BeamSearch
 from .checks import integer, refuse
+from .constraint import Constraint, Grammars
 from .detokenizer import Detokenizer
 from .errors import InvalidRequest
 from .model import Model
@@ -29,9 +30,19 @@ MAX_PRIORITY = 1_000_000
 class Intake:
     """Makes requests that one engine can run in its pool. Draws are keyed by `seed` where a request has none."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer | None, *, seed: int, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer | None,
+        grammars: Grammars,
+        *,
+        seed: int,
+        num_pages: int,
+        page_size: int,
+    ) -> None:
         self._model = model
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._seed = seed
         self._num_pages = num_pages
         self._page_size = page_size
@@ -49,6 +60,7 @@ class Intake:
         tokens = self.tokens(prompt)
         paths = tuple((choice,) for choice in range(_checked(params).num_branches))
         sequence = self._sequence(handle, tokens, np.zeros(len(tokens), np.bool_), params)
+        sequence.constraint = self._constraint(params, [])
         sequence.namespace = checked_namespace(namespace)
         sequence.priority = integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         sequence.path = paths[0]
@@ -67,13 +79,15 @@ class Intake:
             raise InvalidRequest("at: 0 given without a text; at least one token is needed")
         if params is not None or choice in parent.ended or extra_len or at < parent.branch(choice).num_tokens:
             self.max_len(at + extra_len, _fork_params(parent, params))
+        self._fork_constraint(parent, choice, params, at=at, extra_len=extra_len)
 
     def fork(
         self, handle: Handle, parent: Request, choice: int, params: Params | None, *, at: int, extra: list[int]
     ) -> Request:
         """A request, checked before, that owns the first `at` tokens of a choice and then `extra`; without pages.
 
-        Its limits count anew with `params`, or where it does not simply go on beside a parent that lives.
+        Its limits count anew with `params`, or where it does not simply go on beside a parent that lives. Its grammar
+        begins anew with `params` or `extra`.
         """
         sequence = parent.branch(choice)
         given = _fork_params(parent, params)
@@ -93,6 +107,9 @@ class Intake:
         child.high_water = min(child.high_water, at) if choice not in parent.ended else 0
         child.num_branches = given.num_branches
         child.found_len = at
+        child.constraint = self._fork_constraint(parent, choice, params, at=at, extra_len=len(extra))
+        goes_on = child.constraint is not None and params is None and not extra
+        child.grammar_start = min(at, sequence.grammar_start) if goes_on else child.num_tokens
         paths = parent.next_fork(choice, given.num_branches)
         child.path = paths[0]
         ancestors = parent.ancestors | {(parent.handle.number, choice)}
@@ -105,6 +122,21 @@ class Intake:
             search=self._search(given, child),
             ancestors=ancestors,
         )
+
+    def _constraint(self, params: Params, token_ids: list[int]) -> Constraint | None:
+        """What is asked of a text that begins with these tokens, if anything is; InvalidRequest if it cannot go on."""
+        if isinstance(params, BeamParams) or params.grammar is None:
+            return None
+        ending_ids = params.ending_token_ids(self._model.eos_token_ids)
+        return self._grammars.start(params.grammar, ending_ids, token_ids)
+
+    def _fork_constraint(
+        self, parent: Request, choice: int, params: Params | None, *, at: int, extra_len: int
+    ) -> Constraint | None:
+        """A fork's: where nothing but the place is told, it goes on in its parent's grammar."""
+        sequence, given = parent.branch(choice), _fork_params(parent, params)
+        goes_on = params is None and not extra_len
+        return self._constraint(given, sequence.tokens[sequence.grammar_start : at].tolist() if goes_on else [])
 
     def _search(self, params: Params, sequence: Sequence) -> BeamSearch | None:
         if not isinstance(params, BeamParams):
@@ -169,6 +201,8 @@ class Intake:
             history=History(tokens),
             detokenizer=detokenizer,
             first_detokenizer=detokenizer.copy() if detokenizer is not None else None,
+            constraint=None,
+            grammar_start=len(tokens),
             _buffer=tokens,
             _generated=generated,
             num_tokens=len(tokens),

@@ -15,6 +15,7 @@ import torch
 from radixrt.radix import RadixCache
 
 from .config import EngineConfig
+from .constraint import Grammars
 from .counting import Counters
 from .meter import Meter
 from .model import Forward, Model
@@ -34,11 +35,19 @@ from .tier import HostTier
 class Loop:
     """Everything of one engine that a step moves."""
 
-    def __init__(self, model: Model, config: EngineConfig, recorder: Recorder, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        grammars: Grammars,
+        recorder: Recorder,
+        clock: Callable[[], float],
+    ) -> None:
         """`config` with its number of pages resolved, and the model's pool allocated."""
         assert config.num_pages is not None, "the pool's size was resolved"
         self._model = model
         self._config = config
+        self.grammars = grammars
         self._recorder = recorder
         self._freed: list[int] = []  # since the last step, for the record
         self.cache = self._new_cache()
@@ -105,11 +114,13 @@ class Loop:
                 self._end(plan.entries[0].sequence, "error", f"the model failed: {error}")
             return
         self._commit(plan, sound)
+        going_on: list[Sequence] = []
         for (sequence, row), tokens in zip(logits, drawn, strict=True):
             if tokens:
-                self._continue(sequence, tokens)
+                going_on += self._continue(sequence, tokens)
             elif sequence.table is not None:  # its request may have ended with another beam
                 self._search_on(sequence, row)
+        self._follow_grammars(going_on)
         freed, self._freed = self._freed, []
         costs = self.tier.costs if self.tier.follows_costs else None
         self._recorder.step(plan, [token.token_id for tokens in drawn for token in tokens], freed, costs)
@@ -147,22 +158,51 @@ class Loop:
             elif self._config.prefix_cache:
                 self.cache.publish(entry.table)
 
-    def _continue(self, sequence: Sequence, drawn: list[Sampled]) -> None:
-        """Append what was drawn, one token to each choice."""
+    def _continue(self, sequence: Sequence, drawn: list[Sampled]) -> list[Sequence]:
+        """Append what was drawn, one token to each choice; the choices that go on."""
         branches = [sequence]
         if len(drawn) > 1:
             for branch in self.requests.of(sequence.number).fan_out():
                 self.share(sequence, branch, sequence.computed_len)
                 self.scheduler.enqueue(branch)
                 branches.append(branch)
-        for branch, token in zip(branches, drawn, strict=True):
-            try:
-                self._append(branch, token)
-            except Exception as error:  # a tokenizer that fails on one request's token must not take others along
-                self._end(branch, "error", f"its output failed: {error!r}")
+        return [branch for branch, token in zip(branches, drawn, strict=True) if self._append(branch, token)]
 
-    def _append(self, sequence: Sequence, sampled: Sampled) -> None:
-        """Commit one sampled token, tell of it, and end the choice where it was the last."""
+    def _follow_grammars(self, sequences: list[Sequence]) -> None:
+        """See what may come next in those that have a grammar: end what is complete, append what is without a choice.
+
+        Such tokens need no logits; they are fed together in the next step. Where log-probabilities are asked, they do.
+        """
+        while sequences := [sequence for sequence in sequences if sequence.constraint is not None]:
+            self.grammars.look([sequence.constraint for sequence in sequences if sequence.constraint is not None])
+            sequences = [sequence for sequence in sequences if self._append_forced(sequence)]
+
+    def _append_forced(self, sequence: Sequence) -> bool:
+        """Append the one token that a sequence's grammar allows, if it allows one; False where it stays as it is."""
+        constraint = sequence.constraint
+        assert constraint is not None
+        if constraint.error is not None:
+            self._end(sequence, "error", f"its grammar cannot be followed: {constraint.error}")
+        elif constraint.is_complete:
+            self._end(sequence, "stop")
+        elif sequence.num_tokens >= sequence.max_len:
+            self._end(sequence, "length")
+        elif constraint.forced is not None and sequence.params.logprobs is None:
+            return self._append(sequence, Sampled(token_id=constraint.forced))
+        return False
+
+    def _append(self, sequence: Sequence, sampled: Sampled) -> bool:
+        """Commit one token and tell of it; False where it was the last, or the tokenizer fails on it.
+
+        A grammar that is at its end is seen later.
+        """
+        try:
+            return self._commit_token(sequence, sampled)
+        except Exception as error:  # a tokenizer that fails on one request's token must not take others along
+            self._end(sequence, "error", f"its output failed: {error!r}")
+            return False
+
+    def _commit_token(self, sequence: Sequence, sampled: Sampled) -> bool:
         token_id = sampled.token_id
         ends = token_id in sequence.params.ending_token_ids(self._model.eos_token_ids)
         text = sequence.detokenizer.add(token_id) if sequence.detokenizer is not None and not ends else ""
@@ -180,8 +220,11 @@ class Loop:
             self._tell(event)
         if ends or (sequence.detokenizer is not None and sequence.detokenizer.stopped is not None):
             self._end(sequence, "stop")
-        elif sequence.num_tokens >= sequence.max_len:
+        elif sequence.num_tokens >= sequence.max_len and sequence.constraint is None:
             self._end(sequence, "length")
+        else:
+            return True
+        return False
 
     def _search_on(self, beam: Sequence, logits: torch.Tensor) -> None:
         """Keep a beam's logits until all of its request are there; then go on with the best continuations."""
@@ -246,6 +289,7 @@ class Loop:
             self.cache.publish(sequence.table, tail=True)
         self.scheduler.remove(sequence)
         self.meter.ended(sequence)
+        sequence.constraint = None  # it holds memory; a fork follows the grammar anew
         text = sequence.detokenizer.flush() if sequence.detokenizer is not None else ""
         sequence.note(text, None)
         for choice in request.end(sequence, reason, error):

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 
 from .checks import integer, refuse
 from .errors import InvalidRequest
+from .grammar import Grammar
 
 MAX_CHOICES = 1024
 MAX_STOPS = 16
@@ -35,7 +36,10 @@ class SamplingParams:
     raises InvalidRequest, one line: the field, what was given, what is allowed.
 
     The order of effects: logit_bias, min_tokens (ids that end a sequence are masked), repetition_penalty (prompt and
-    output), presence and frequency penalties (output alone), temperature, top_k, top_p, min_p, draw.
+    output), presence and frequency penalties (output alone), grammar, temperature, top_k, top_p, min_p, draw.
+
+    With a grammar the ids that end a sequence can be drawn exactly where its text may end; where nothing can be added
+    it ends with "stop" by itself, whatever min_tokens says. A text that max_tokens cuts ends with "length".
     """
 
     n: int = 1  # choices, which share the prompt's pages and all that they have in common
@@ -55,6 +59,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # of the chosen token and so many of the most probable
     seed: int | None = None  # None: the engine's seed and the request's number
+    grammar: Grammar | None = None  # what the output may be; a mapping as `to_dict` gives it is taken too
 
     def __new__(cls, *args: object, **given: object) -> Self:
         """Refuses unknown names; the generated `__init__` would raise a TypeError that names no alternative."""
@@ -80,6 +85,7 @@ class SamplingParams:
             "stop_token_ids": _stop_token_ids(self.stop_token_ids),
             "logprobs": _optional_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
             "seed": _optional_integer("seed", self.seed, -(2**63), 2**64 - 1),
+            "grammar": _grammar(self.grammar),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -125,11 +131,14 @@ class SamplingParams:
             refuse("min_tokens", self.min_tokens, "0 where every token ends the sequence")
         if self.stop and not has_text:
             refuse("stop", self.stop, "none where the engine has no tokenizer; use stop_token_ids")
+        if self.grammar is not None and not has_text:
+            refuse("grammar", self.grammar, "none where the engine has no tokenizer")
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as JSON holds it; `SamplingParams(**params.to_dict()) == params`, through JSON too."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         plain["logit_bias"] = [list(pair) for pair in plain["logit_bias"]]
+        plain["grammar"] = self.grammar.to_dict() if self.grammar is not None else None
         return plain | {name: list(plain[name]) for name in ("stop", "stop_token_ids")}
 
 
@@ -236,6 +245,14 @@ def _number(field: str, given: object, low: float, high: float, allowed: str = "
         if low <= value <= high and math.isfinite(value):
             return value
     refuse(field, given, allowed or f"a number in [{low:g}, {high:g}]")
+
+
+def _grammar(given: object) -> Grammar | None:
+    if isinstance(given, Mapping):
+        return Grammar.from_dict(given)
+    if given is not None and not isinstance(given, Grammar):
+        refuse("grammar", given, "None or a Grammar")
+    return given
 
 
 def _bias_pairs(given: object) -> tuple[tuple[int, float], ...]:

@@ -83,6 +83,7 @@ class SamplerRow:
     position: int
     num_generated: int  # tokens of output so far
     eos_token_ids: frozenset[int]
+    allowed: npt.NDArray[np.bool_] | None = None  # [V] the tokens that may be chosen, at least one; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,8 @@ def _is_adjusted(row: SamplerRow) -> bool:
     """Some logit changes before the choice."""
     params = row.params
     return (
-        bool(params.logit_bias)
+        row.allowed is not None
+        or bool(params.logit_bias)
         or row.num_generated < params.min_tokens
         or params.repetition_penalty != 1
         or params.presence_penalty != 0
@@ -126,7 +128,7 @@ def _is_adjusted(row: SamplerRow) -> bool:
 
 
 def _adjust(logits: FloatArray, row: SamplerRow) -> None:
-    """Bias, minimum length and penalties, in place, in float32 as transformers computes them."""
+    """Bias, minimum length, penalties and mask, in place, in float32 as transformers computes them."""
     params = row.params
     if bias := dict(params.logit_bias):
         logits[list(bias)] += np.array(list(bias.values()), dtype=np.float32)
@@ -138,6 +140,8 @@ def _adjust(logits: FloatArray, row: SamplerRow) -> None:
     if params.presence_penalty or params.frequency_penalty:
         ids, counts = row.history.output_counts
         logits[ids] -= (params.frequency_penalty * counts + params.presence_penalty).astype(np.float32)
+    if row.allowed is not None:
+        logits[~row.allowed] = -np.inf
 
 
 def _draw(logits: FloatArray, row: SamplerRow) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from radixrt.radix import PageTable
 
+from .constraint import Constraint
 from .detokenizer import Detokenizer
 from .outputs import Choice, FinishReason, Handle, TokenLogprobs
 from .params import SamplingParams
@@ -45,6 +46,8 @@ class Sequence:
     history: History
     detokenizer: Detokenizer | None
     first_detokenizer: Detokenizer | None  # as it was at output_start
+    constraint: Constraint | None  # its place in its grammar, while it lives
+    grammar_start: int  # where the grammar's text begins
     _buffer: TokenArray
     _generated: npt.NDArray[np.bool_]
     num_tokens: int
@@ -117,6 +120,8 @@ class Sequence:
         self._generated[self.num_tokens] = True
         self.num_tokens += 1
         self.history.add(token_id)
+        if self.constraint is not None:
+            self.constraint.advance(token_id)
 
     def reach(self, stop: int) -> None:
         """`[0, stop)` was computed or found, and counted."""
@@ -140,6 +145,9 @@ class Sequence:
             self.history.remove(token_id)
         self.num_tokens = num_tokens
         self.high_water = min(self.high_water, num_tokens)
+        self.grammar_start = min(self.grammar_start, num_tokens)
+        if self.constraint is not None:
+            self.constraint = self.constraint.rebuilt(self.tokens[self.grammar_start :].tolist())
         self.text = []
         if self.first_detokenizer is not None:
             self.detokenizer = self.first_detokenizer.copy()
@@ -152,6 +160,7 @@ class Sequence:
         copied = other.branch(self.handle, other.params)
         self._buffer, self._generated, self.num_tokens = copied._buffer, copied._generated, copied.num_tokens
         self.history, self.detokenizer = copied.history, copied.detokenizer
+        self.grammar_start = self.num_tokens
 
     def twin(self, choice: int, path: tuple[int, ...]) -> Sequence:
         """Another choice of the same request, from the end of what they have in common. No pages, and no cost yet."""
@@ -173,6 +182,7 @@ class Sequence:
             history=self.history.copy(),
             detokenizer=self.detokenizer.copy() if self.detokenizer is not None else None,
             first_detokenizer=self.detokenizer.copy() if self.detokenizer is not None else None,
+            constraint=self.constraint.copy() if self.constraint is not None else None,
             _buffer=self.tokens.copy(),
             _generated=self.generated.copy(),
             table=None,
@@ -199,6 +209,7 @@ class Sequence:
             position=self.num_tokens,
             num_generated=self.num_tokens - self.limits_start,
             eos_token_ids=eos_token_ids,
+            allowed=self.constraint.allowed if self.constraint is not None else None,
         )
 
     def output(self, reason: FinishReason, error: str | None, *, with_logprobs: bool) -> Choice:

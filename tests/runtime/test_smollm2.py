@@ -9,14 +9,16 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 
-from radixrt.runtime import BeamParams, Engine, Output, SamplingParams, load_model, trie_size
+from radixrt.runtime import BeamParams, Engine, Grammar, Output, SamplingParams, load_model, trie_size
 from radixrt.runtime.conversion import quiet_transformers
 from radixrt.runtime.intake import branch_pages
 from radixrt.runtime.tokenizer import HFTokenizer
@@ -216,6 +218,39 @@ def test_32_prompts_share_2000_tokens_cold(default: Default, profile: str) -> No
     assert engine.stats().counters.computed == trie_size(prompts)
     assert engine.stats().counters.recomputed_for_logits == 0
     audit(engine)
+
+
+def test_grammars_on_real_tokens(default: Default) -> None:
+    """Greedy text under a grammar is of the grammar; what it forces costs no step; one that forbids nothing is free."""
+    engine = default.engine()
+    schema = {
+        "type": "object",
+        "properties": {
+            "animal": {"enum": ["cat", "dog", "élan"]},
+            "number_of_legs": {"type": "integer", "minimum": 0, "maximum": 8},
+            "names": {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 1, "maxItems": 3},
+        },
+        "required": ["animal", "number_of_legs", "names"],
+        "additionalProperties": False,
+    }
+    question = default.tokenizer.encode("An animal with its legs and its names, as JSON: ")
+    params = SamplingParams(max_tokens=120, temperature=0.0, grammar=Grammar.json_schema(schema))
+    steps = engine.stats().counters.steps
+    (output,) = engine.generate([question], params)
+    (choice,) = output.choices
+    assert choice.finish_reason == "stop"
+    jsonschema.validate(json.loads(choice.text), schema)
+    assert engine.stats().counters.steps - steps < len(choice.token_ids)
+    (dated,) = engine.generate(
+        [question], replace(params, grammar=Grammar.regex(r"[A-Z]\w{2,8} was born in [12]\d{3}\."))
+    )
+    assert re.fullmatch(r"[A-Z]\w{2,8} was born in [12]\d{3}\.", dated.text)
+    (free,) = engine.generate(default.prompts[:1], replace(params, grammar=Grammar.regex("(?s:.*)")))
+    assert free.choices == engine.generate(default.prompts[:1], replace(params, grammar=None))[0].choices
+    audit(engine)
+    cold = default.engine(prefix_cache=False, token_budget=7)
+    assert cold.generate([question], replace(params, logprobs=0))[0].choices[0].token_ids == choice.token_ids
+    audit(cold)
 
 
 BEAM_TOKENS = 24
