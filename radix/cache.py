@@ -117,18 +117,21 @@ class RadixCache:
 
     # A sequence's life.
 
-    def open(self, tokens: Tokens, namespace: str = "", label: str = "", *, priority: int = 0) -> PageTable:
+    def open(
+        self, tokens: Tokens, namespace: str = "", label: str = "", *, priority: int = 0, again: bool = False
+    ) -> PageTable:
         """Start a sequence on the longest cached prefix of `tokens`; `seq_len` says how long that is.
 
         Warms the path, and raises what is cached of it, now and by `publish`, to `priority` (an int32): of the leaves
         that can be evicted the lowest priority goes first, then the coldest. A priority holds until its page is evicted
-        or dropped; a later use by a lower one does not lower it.
+        or dropped; a later use by a lower one does not lower it. `again`: this sequence was open before, so it is no
+        further request to the statistics and the policy.
         Allocates nothing: a partial tail page is borrowed, and copied by the first `extend`.
         """
         wanted = as_tokens(tokens)
         if not -(2**31) <= priority < 2**31:
             raise CacheError(f"a priority is an int32, got {priority}")
-        if self.tree.policy.ask(wanted, namespace):
+        if not again and self.tree.policy.ask(wanted, namespace):
             self.tree.rerank()
         match = self._lookup.match(wanted, namespace)
         page_ids = match.page_ids
@@ -138,10 +141,8 @@ class RadixCache:
         self._now += 1
         cached = page_ids[self.tree.owner[page_ids] > 0]  # all but a live sequence's tail
         self.tree.use(cached, priority=priority, now=self._now)
-        self._opened += 1
-        self._opened_tokens += len(wanted)
-        self._hit_tokens += match.length
-        self._count_host_hits(page_ids, match.length)
+        if not again:
+            self._count_request(len(wanted), page_ids, match.length)
         table = PageTable(
             namespace=namespace,
             label=label,
@@ -452,8 +453,11 @@ class RadixCache:
         self._settle(table.page_buffer.view[max(table.num_tree_pages - 1, 0) :])
         return table
 
-    def _count_host_hits(self, page_ids: IntArray, length: int) -> None:
-        """Count the tokens of a hit that host memory made possible: once for each time that a page came back."""
+    def _count_request(self, num_tokens: int, page_ids: IntArray, length: int) -> None:
+        """Count a request and its hit, and of that what host memory made possible, once for each return of a page."""
+        self._opened += 1
+        self._opened_tokens += num_tokens
+        self._hit_tokens += length
         index = np.flatnonzero(self._came_back[page_ids])
         if len(index):
             self._host_hit_tokens += int(np.minimum(length - index * self.page_size, self.page_size).sum())

@@ -187,7 +187,7 @@ class Scheduler:
             return
         known = self._known(sequence)
         if self.cache.peek(known, sequence.namespace) > sequence.computed_len:
-            ahead = self.cache.open(known, sequence.namespace, sequence.table.label, priority=sequence.priority)
+            ahead = self._open(sequence)
             self.cache.close(sequence.table)
             sequence.table = ahead
             self.counters.add_cached(sequence, ahead.seq_len)
@@ -322,9 +322,7 @@ class Scheduler:
         if not self._must_go(plan, sequence) and not self._fits(plan, sequence, match, room):
             return False
         there = self.cache.match(sequence.tokens if self.config.prefix_cache else [], sequence.namespace)
-        sequence.table = self.cache.open(
-            self._known(sequence), sequence.namespace, _label(sequence), priority=sequence.priority
-        )
+        sequence.table = self._open(sequence)
         _remove(self.waiting, sequence)
         _insert(self.running, sequence)
         opened_len = sequence.table.seq_len
@@ -343,6 +341,12 @@ class Scheduler:
         for other in itertools.takewhile(lambda other: other.number < sequence.number, self.waiting):
             other.bypassed += 1
         return True
+
+    def _open(self, sequence: Sequence) -> PageTable:
+        """A table of what the cache has of it."""
+        again, sequence.was_opened = sequence.was_opened, True
+        known, name = self._known(sequence), sequence.namespace
+        return self.cache.open(known, name, _label(sequence), priority=sequence.priority, again=again)
 
     def _known(self, sequence: Sequence) -> TokenArray:
         """What the cache may serve: all but the last token, whose row must run for its logits."""

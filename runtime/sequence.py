@@ -57,6 +57,7 @@ class Sequence:
     told_len: int = 0  # tokens that its usage has counted
     found_len: int = 0  # tokens that were there before it: cached at its first admission, or its parent's
     known_len: int = 0  # tokens found cached at admission; a row below it runs for its logits alone
+    was_opened: bool = False  # the cache knows of it; opening it again is no further request
     borrows: bool = True  # takes a part of a cached page to copy; not where the copy was a page too many
     bypassed: int = 0  # later requests admitted before this one
     cached_tokens: int = 0
@@ -189,6 +190,7 @@ class Sequence:
             logits=None,
             high_water=0 if self.table is not None else self.high_water,
             told_len=0,
+            was_opened=self.table is not None,
             borrows=True,
             bypassed=0,
             cached_tokens=0,

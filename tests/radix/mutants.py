@@ -438,7 +438,7 @@ MUTANTS = [
     ),
     *_of(
         RadixCache,
-        "_count_host_hits",
+        "_count_request",
         host_hits_are_counted_again=("self._came_back[page_ids] = False", "pass"),
         host_hits_are_whole_pages=("np.minimum(length - index * self.page_size, self.page_size)", "(0 * index + 1)"),
     ),

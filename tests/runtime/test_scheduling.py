@@ -216,3 +216,15 @@ def most_rows(prompt_len: int, params: Params) -> int:
     """Rows that one branch computes at most; a beam may be computed anew for each token."""
     longest = prompt_len + params.max_tokens - 1
     return longest * (params.max_tokens if isinstance(params, BeamParams) else 1)
+
+
+def test_a_request_counts_once_however_often_it_is_admitted(make_engine: MakeEngine) -> None:
+    """Preempted ones come back, and prompts under way take over what others have computed: no further requests."""
+    engine = make_engine(num_pages=14, page_size=4, prefill_chunk=3)
+    prompts = [[i] * 5 for i in range(4)] + [[7] * 12] * 3
+    engine.generate(prompts, SamplingParams(max_tokens=20, temperature=0.0))
+    stats = engine.stats()
+    assert stats.counters.preemptions
+    assert stats.cache.opened == len(prompts)
+    assert stats.cache.opened_tokens == sum(len(prompt) - 1 for prompt in prompts)
+    assert stats.cache.hit_tokens <= 2 * 11
