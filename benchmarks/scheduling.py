@@ -96,9 +96,8 @@ def longest_wait(order: Sequence[int]) -> int:
     return most
 
 
-def measure(report: Report, trace: Trace, percent: float) -> None:
+def measure(report: Report, trace: Trace, percent: float, num_pages: int) -> None:
     prompts = [request.tokens for request in trace.requests]
-    num_pages = int(trace.num_blocks * percent / 100)
     total = trace.num_tokens
 
     def cache(pages: int = num_pages) -> RadixCache:
@@ -140,7 +139,8 @@ def main() -> int:
     traces = {make: make() for make, _ in CASES}
     for make, percent in CASES:
         trace = traces[make]
-        measure(report, trace.head(600) if report.options.quick else trace, percent)
+        num_pages = int(trace.num_blocks * percent / 100)
+        measure(report, trace.head(600) if report.options.quick else trace, percent, num_pages)
     for trace in traces.values():
         measure_all_at_once(report, trace.head(600) if report.options.quick else trace)
     return report.finish()
