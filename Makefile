@@ -26,7 +26,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet install -c $(VENV)/const
 STAMP := $(VENV)/.setup-$(notdir $(firstword $(subst ==,-,$(TORCH))))
 BENCHMARKS = $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
 
-.PHONY: help setup demo test deep check lint bench bench-full lines clean
+.PHONY: help setup demo test examples deep check lint bench bench-full lines clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -49,6 +49,9 @@ demo: setup  ## the main job on the real model
 
 test: setup  ## the test suite: under 10 minutes on 2 cores
 	$(PY) -m pytest $(PYTEST_FLAGS)
+
+examples: setup  ## the example programs on the real model
+	@for file in examples/*.py; do echo "== $$file"; $(PY) "$$file"; done
 
 deep: export RADIXRT_PROFILE := deep
 deep: setup  ## the full counts, hours: SHARD=i/n runs one part of n

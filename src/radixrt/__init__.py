@@ -11,6 +11,21 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from radixrt.frontend.language import (
+        Branches,
+        Cost,
+        Failed,
+        GenerationFailed,
+        Mark,
+        Ok,
+        Program,
+        Session,
+        Slot,
+        State,
+        StateMisuse,
+        program,
+        session,
+    )
     from radixrt.frontend.planner import CapacityPlan, plan
     from radixrt.radix import RadixrtError
     from radixrt.runtime import (
@@ -32,28 +47,57 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BeamParams",
+    "Branches",
     "CapacityPlan",
     "ChoiceEvent",
+    "Cost",
     "Engine",
+    "Failed",
     "FinishEvent",
+    "GenerationFailed",
     "Grammar",
     "Handle",
     "InvalidRequest",
     "KVGeometry",
+    "Mark",
     "ModelError",
+    "Ok",
     "Output",
+    "Program",
     "RadixrtError",
     "SamplingParams",
+    "Session",
+    "Slot",
+    "State",
+    "StateMisuse",
     "TokenEvent",
     "__version__",
     "plan",
+    "program",
+    "session",
 ]
 
 # Where names live that are not the runtime's; the cache's are known without loading torch.
+_LANGUAGE = (
+    "Branches",
+    "Cost",
+    "Failed",
+    "GenerationFailed",
+    "Mark",
+    "Ok",
+    "Program",
+    "Session",
+    "Slot",
+    "State",
+    "StateMisuse",
+    "program",
+    "session",
+)
 _HOMES = {
     "CapacityPlan": "radixrt.frontend.planner",
     "RadixrtError": "radixrt.radix",
     "plan": "radixrt.frontend.planner",
+    **dict.fromkeys(_LANGUAGE, "radixrt.frontend.language"),
 }
 
 

@@ -1,0 +1,136 @@
+"""One program over many rows: how many at once, results in order, and a file that a killed batch resumes from.
+
+Knows nothing of states. Row i draws on branch i of the program's seed, whatever runs beside it and wherever it resumes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any, TextIO
+
+from radixrt.runtime import InvalidRequest
+
+from .driver import Driver
+from .scope import Failed, Ok
+
+Row = Mapping[str, Any]
+
+
+class Journal:
+    """The results so far: one JSON line for each row that succeeded, and a cut-off line of a killed writer removed."""
+
+    def __init__(self, path: str | Path, rows: Sequence[Row], *, program: str) -> None:
+        """InvalidRequest where the file is of other rows, or of another program or seed."""
+        self.values: dict[int, Any] = {}
+        self._keys = [_key(program, row) for row in rows]
+        self._path = Path(path)
+        self._lock = Lock()
+        try:
+            whole = self._path.read_bytes() if self._path.exists() else b""
+            lines = whole[: whole.rfind(b"\n") + 1]
+            for line in lines.splitlines():
+                self._read(line)
+            self._file: TextIO = self._path.open("a", encoding="utf-8")
+            if len(lines) < len(whole):
+                self._file.truncate(len(lines))
+        except OSError as error:
+            raise InvalidRequest(f"resume: {self._path} cannot be used: {error}") from error
+
+    def add(self, number: int, value: Any) -> Any:
+        """Keep a row's value; as JSON gives it back. InvalidRequest where it is none."""
+        try:
+            text = json.dumps({"row": number, "key": self._keys[number], "value": value})
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"resume: row {number} returned what JSON cannot hold: {error}") from error
+        with self._lock:
+            self._file.write(text + "\n")
+            self._file.flush()  # a killed process loses nothing then
+        return json.loads(text)["value"]
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _read(self, line: bytes) -> None:
+        try:
+            entry = json.loads(line)
+            number, key, value = entry["row"], entry["key"], entry["value"]
+        except (ValueError, TypeError, KeyError):
+            raise InvalidRequest(f"resume: {self._path} is no journal of a batch: {line[:80]!r}") from None
+        if not (isinstance(number, int) and 0 <= number < len(self._keys) and self._keys[number] == key):
+            raise InvalidRequest(
+                f"resume: row {number} of {self._path} is not of this batch: other rows, another program or another "
+                "seed; name another file"
+            )
+        self.values[number] = value
+
+
+def in_threads(
+    driver: Driver, one: Callable[[int], Any], numbers: Sequence[int], *, concurrency: int, stop: Callable[[], None]
+) -> dict[int, Ok[Any] | Failed]:
+    """Run `one` on each number, so many at once; `stop` ends those that run where this is interrupted."""
+    results: dict[int, Ok[Any] | Failed] = {}
+    left, lock = iter(numbers), Lock()
+    broken: list[BaseException] = []
+
+    def work() -> None:
+        with driver.joining():
+            while not broken:
+                with lock:
+                    number = next(left, None)
+                if number is None:
+                    return
+                try:
+                    results[number] = Ok(one(number))
+                except Exception as error:
+                    results[number] = Failed(error)
+                except BaseException as error:
+                    broken.append(error)
+                    stop()
+
+    threads = [Thread(target=work, daemon=True) for _ in range(min(concurrency, len(numbers)))]
+    driver.expect(len(threads))
+    try:
+        with driver.away():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    except BaseException as error:
+        broken.append(error)
+        stop()
+        for thread in threads:
+            thread.join()
+    if broken:
+        raise broken[0]
+    return results
+
+
+async def in_tasks(
+    one: Callable[[int], Awaitable[Any]], numbers: Sequence[int], *, concurrency: int
+) -> dict[int, Ok[Any] | Failed]:
+    """Run `one` on each number, so many at once."""
+    results: dict[int, Ok[Any] | Failed] = {}
+    left = iter(numbers)
+
+    async def work() -> None:
+        for number in left:
+            try:
+                results[number] = Ok(await one(number))
+            except Exception as error:
+                results[number] = Failed(error)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(concurrency, len(numbers))):
+            group.create_task(work())
+    return results
+
+
+def _key(program: str, row: Row) -> str:
+    """Tells rows apart, across processes."""
+    text = json.dumps([program, row], sort_keys=True, default=repr)
+    return blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,96 @@
+"""From the text of a state to token ids, and how much of a text no continuation can change. Knows no states.
+
+Two facts carry the boundary policy `exact`. Where no token of the vocabulary holds a byte followed by a space, no
+token ever spans the two, whatever comes later. And tokenizers that split at a space start afresh behind the split,
+which is tried out once for each tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+from radixrt.runtime import Tokenizer
+
+_SPACE = ord(" ")
+_TRIALS = ("a b", "a. b", "1 2", "é b", "a  b", "(a) \n b")
+
+
+class Codec:
+    """One tokenizer as the language uses it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        around, one = tokenizer.encode(""), tokenizer.encode("a")
+        num_first = next((at for at, (x, y) in enumerate(zip(around, one, strict=False)) if x != y), len(around))
+        self.start_ids = tuple(around[:num_first])  # what the model expects before a text, such as BOS
+        self._num_last = len(around) - num_first
+
+    def encode(self, text: str, *, plain: bool = False) -> list[int]:
+        """The ids of a text by itself: none around it. With `plain`, nothing in it is taken for a special token.
+
+        InvalidRequest where the text is not Unicode.
+        """
+        if not text:
+            return []
+        ids = self._tokenizer.encode(text)
+        ids = ids[len(self.start_ids) : len(ids) - self._num_last]
+        if not plain:
+            return ids
+        at, found = 0, next((n for n, token_id in enumerate(ids) if not self._tokenizer.token_bytes(token_id)), None)
+        if found is None:
+            return ids
+        at = len(self.decode(ids[:found])) + 1  # behind the first character of what looks like a special token
+        return self.encode(text[:at], plain=True) + self.encode(text[at:], plain=True) if at < len(text) else ids
+
+    def commit(self, text: str, *, plain: bool = False) -> tuple[list[int], str]:
+        """The ids that no continuation changes, and the text that is left, as much committed as can be.
+
+        For every b, `encode(text + b) == ids + encode(rest + b)`. Special tokens are taken to hold no white space.
+        """
+        at = len(text)
+        while (at := text.rfind(" ", 1, at)) > 0:
+            before = text[at - 1]
+            if not before.isspace() and before.encode(errors="replace")[-1] not in self._spanned:
+                return self.encode(text[:at], plain=plain), text[at:]
+        return [], text
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of ids: special ones add nothing, bytes that are not UTF-8 become U+FFFD."""
+        return b"".join(map(self._tokenizer.token_bytes, token_ids)).decode(errors="replace")
+
+    def kept(self, token_ids: tuple[int, ...], text: str) -> tuple[int, str]:
+        """How many of the ids lie within `text`, which is their beginning, and the rest of it: a part of a token.
+
+        (all, "") where the text is not the beginning of what the ids say.
+        """
+        data, num_chars, best = b"", 0, 0
+        for n, token_id in enumerate(token_ids, 1):
+            data += self._tokenizer.token_bytes(token_id)
+            try:
+                piece = data.decode()
+            except UnicodeDecodeError:
+                continue
+            if not text.startswith(piece, num_chars):
+                break
+            data, num_chars, best = b"", num_chars + len(piece), n
+        rest = text[num_chars:]
+        return (best, rest) if self.decode(token_ids[best:]).startswith(rest) else (len(token_ids), "")
+
+    @cached_property
+    def _spanned(self) -> frozenset[int]:
+        """Bytes that some token holds just before a space; all bytes where text does not start afresh at a space."""
+        spanned = frozenset(
+            token[at - 1]
+            for token in map(self._tokenizer.token_bytes, range(self._vocab_size))
+            for at in range(1, len(token))
+            if token[at] == _SPACE
+        )
+        for text in _TRIALS:
+            at = text.index(" ")
+            if text[:at].encode()[-1] in spanned:
+                continue
+            if self.encode(text) != self.encode(text[:at]) + self.encode(text[at:]):
+                return frozenset(range(256))
+        return spanned

@@ -1,0 +1,290 @@
+"""Branches of a state, as a scope: made together, ended together, whatever ends them.
+
+Knows nothing of tokens. In plain programs `map` runs its function in threads, in async ones in tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from threading import Lock, Thread
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, overload
+
+from radixrt.runtime import InvalidRequest
+
+from .content import Content
+from .failures import BranchCancelled, StateMisuse, annotate
+from .state import State
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+T = TypeVar("T")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+OnError = Literal["raise", "collect"]
+MAX_BRANCHES = 4096
+MAX_THREADS = 64  # of one `map`; more branches take their turns
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Where a result would be: what was raised instead."""
+
+    error: Exception
+    ok: Literal[False] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ok(Generic[R_co]):
+    value: R_co
+    ok: Literal[True] = True
+
+
+class Scope:
+    """The states of a scope, from where its parent stands when it is entered."""
+
+    def __init__(self, parent: State, n: int) -> None:
+        self._parent = parent
+        self._n = n
+        self._states: tuple[State, ...] = ()
+        self._winner: State | None = None
+
+    def choose(self, branch: State) -> None:
+        if branch not in self._states:
+            raise StateMisuse(f"adopt: {branch!r} is no branch of the scope that is open; choose one of that")
+        self._winner = branch
+
+    def _open(self) -> None:
+        parent = self._parent
+        parent._take_turn()
+        if self._states:
+            raise StateMisuse(f"scope: entered twice, in {parent._where}; call fork again")
+        with parent._driver.lock:
+            parent._check_open()
+            parent._content = content = parent._content.settled(parent._codec)
+            first, parent._num_branches = parent._num_branches, parent._num_branches + self._n
+            self._states = tuple(
+                State(parent._run, content=one, parent=parent, path=(*parent.path, first + index))
+                for index, one in enumerate(self._contents(content))
+            )
+            parent._scope = self
+
+    def _contents(self, content: Content) -> list[Content]:
+        """What each branch begins with: a node of its own, but where it is alone or nothing was generated yet."""
+        if content.node is None or self._n == 1:
+            return [content] * self._n
+        nodes = content.node.branches(self._n, at=content.at, text=content.committed)
+        return [replace(content, node=node, at=node.num_tokens, committed=()) for node in nodes]
+
+    def _leave(self) -> None:
+        """The scope ended well: the winner, if there is one, has ended too, and the parent goes on as it."""
+        if self._winner is not None:
+            self._winner._settle()
+            self._parent._go_on_as(self._winner._content)
+        self.close(None)
+
+    def close(self, reason: BaseException | None) -> None:
+        """End every branch and let go of its pages. The parent is its own again."""
+        with self._parent._driver.lock:
+            for state in self._states:
+                state.close(reason)
+            self._parent._scope = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._leave()
+        finally:
+            self.close(None)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                if self._winner is not None:
+                    await self._winner._settled()
+                self._leave()
+        finally:
+            self.close(None)
+
+
+class Scratch(Scope):
+    """A scope of one branch, which the `with` statement names."""
+
+    def __init__(self, parent: State) -> None:
+        super().__init__(parent, 1)
+
+    def __enter__(self) -> State:
+        self._open()
+        return self._states[0]
+
+    async def __aenter__(self) -> State:
+        return self.__enter__()
+
+
+class Branches(Scope, Sequence[State]):
+    """The branches of a scope, in order."""
+
+    def __init__(self, parent: State, n: int) -> None:
+        if isinstance(n, bool) or not 1 <= n <= MAX_BRANCHES:
+            raise InvalidRequest(f"fork: {n!r} branches given; allowed: 1 to {MAX_BRANCHES}, or a sequence of items")
+        super().__init__(parent, n)
+
+    def __enter__(self) -> Self:
+        self._open()
+        return self
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    @overload
+    def __getitem__(self, index: int) -> State: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[State]: ...
+
+    def __getitem__(self, index: int | slice) -> State | Sequence[State]:
+        return self._states[index]
+
+    @overload
+    def map(self, function: Callable[[State], Coroutine[Any, Any, R]]) -> Awaitable[list[R]]: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def map(self, function: Callable[[State], R]) -> list[R]: ...
+
+    @overload
+    def map(  # type: ignore[overload-overlap]
+        self, function: Callable[[State], Coroutine[Any, Any, R]], *, on_error: Literal["collect"]
+    ) -> Awaitable[list[Ok[R] | Failed]]: ...
+
+    @overload
+    def map(self, function: Callable[[State], R], *, on_error: Literal["collect"]) -> list[Ok[R] | Failed]: ...
+
+    def map(self, function: Callable[[State], Any], *, on_error: OnError = "raise") -> Any:
+        """Run a function on each branch, all at once; its results, in order and complete.
+
+        The first error cancels the other branches and is raised as itself. With "collect" nothing is cancelled, and
+        each result is `Ok` or `Failed`.
+        """
+        return _map_all(self._parent, self._states, function, on_error)
+
+
+class ItemBranches(Branches, Generic[T]):
+    """The branches of a scope, one for each item."""
+
+    def __init__(self, parent: State, items: Sequence[T]) -> None:
+        super().__init__(parent, len(items))
+        self.items = items
+
+    @overload  # type: ignore[override]  # the function gets the item too
+    def map(self, function: Callable[[State, T], Coroutine[Any, Any, R]]) -> Awaitable[list[R]]: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def map(self, function: Callable[[State, T], R]) -> list[R]: ...
+
+    @overload
+    def map(  # type: ignore[overload-overlap]
+        self, function: Callable[[State, T], Coroutine[Any, Any, R]], *, on_error: Literal["collect"]
+    ) -> Awaitable[list[Ok[R] | Failed]]: ...
+
+    @overload
+    def map(self, function: Callable[[State, T], R], *, on_error: Literal["collect"]) -> list[Ok[R] | Failed]: ...
+
+    def map(self, function: Callable[[State, T], Any], *, on_error: OnError = "raise") -> Any:
+        """As `Branches.map`; the function gets the branch and its item."""
+        items = dict(zip(self._states, self.items, strict=True))
+        return _map_all(self._parent, self._states, lambda state: function(state, items[state]), on_error)
+
+
+def _map_all(parent: State, states: Sequence[State], function: Callable[[State], Any], on_error: OnError) -> Any:
+    if on_error not in ("raise", "collect"):
+        raise InvalidRequest(f'on_error: {on_error!r} given; allowed: "raise" or "collect"')
+    parent._check_open()
+    if not states or states[0]._closed_by is not None:
+        raise StateMisuse(f"map: the scope is not open, in {parent._where}; call it inside of `with`")
+    if parent._run.is_async:
+        return _in_tasks(states, function, on_error)
+    return _in_threads(parent, states, function, on_error)
+
+
+async def _in_tasks(
+    states: Sequence[State], function: Callable[[State], Awaitable[Any]], on_error: OnError
+) -> list[Any]:
+    async def one(state: State) -> Any:
+        try:
+            value = await function(state)
+        except Exception as error:
+            annotate(error, f"in {state._where}")
+            if on_error == "raise":
+                raise
+            return Failed(error)
+        return Ok(value) if on_error == "collect" else value
+
+    tasks = [asyncio.ensure_future(one(state)) for state in states]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        first = next((task for task in tasks if task in done and not task.cancelled() and task.exception()), None)
+        return [task.result() for task in (tasks if first is None else [first])]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _in_threads(parent: State, states: Sequence[State], function: Callable[[State], Any], on_error: OnError) -> Any:
+    driver = parent._driver
+    results: list[Any] = [None] * len(states)
+    errors: list[tuple[int, BaseException]] = []  # in the order in which they came
+    numbers, lock = iter(range(len(states))), Lock()
+
+    def next_number() -> int | None:
+        with lock:
+            return next(numbers, None)
+
+    def work() -> None:
+        with driver.joining():
+            while (number := next_number()) is not None:
+                try:
+                    value = function(states[number])
+                    results[number] = Ok(value) if on_error == "collect" else value
+                except Exception as error:
+                    annotate(error, f"in {states[number]._where}")
+                    results[number] = Failed(error)
+                    if on_error == "raise":
+                        errors.append((number, error))
+                        cancel()
+                except BaseException as error:  # a cancelled branch, or an interrupt
+                    errors.append((number, error))
+                    cancel()
+
+    def cancel() -> None:
+        for state in states:
+            state.close(BranchCancelled())
+
+    num_threads = min(len(states), MAX_THREADS)
+    threads = [Thread(target=copy_context().run, args=(work,), daemon=True) for _ in range(num_threads)]
+    driver.expect(num_threads)
+    try:
+        with driver.away():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    except BaseException:  # an interrupt: nobody outlives the scope
+        cancel()
+        for thread in threads:
+            thread.join()
+        raise
+    if errors:
+        raise errors[0][1]
+    return results

@@ -1,0 +1,101 @@
+"""A conversation that stays: one state, turn after turn, pinned in the cache. Knows nothing of programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Self, Unpack
+
+from .failures import StateMisuse
+from .program import Options, Runs, root_state
+from .run import Cost, Sampling
+from .slot import Slot
+from .state import Mark, State
+
+
+class Session:
+    """A chat: `with` in plain code, `async with` in an event loop."""
+
+    def __init__(self, engine: Runs, *, system: str | None = None, ttl: int | None = None, **options: Any) -> None:
+        """`ttl`: engine steps without a turn after which nothing is pinned any more. Further `Options` by name."""
+        self._engine = engine
+        self._system = system
+        self._ttl = ttl
+        self._options = Options(**options)
+        self._stack = ExitStack()
+        self._state: State | None = None
+
+    @property
+    def state(self) -> State:
+        """The state behind it, for whatever a session does not offer."""
+        if self._state is None:
+            raise StateMisuse("session: not open; use it inside of `with rx.session(...) as chat:`")
+        return self._state
+
+    def send(
+        self,
+        text: str,
+        *,
+        max_tokens: int = 256,
+        stop: str | Sequence[str] = (),
+        temperature: float = 1.0,
+        **sampling: Unpack[Sampling],
+    ) -> Slot[str]:
+        """Say something as the user; the reply. Only what is new is sent and computed.
+
+        If the reply fails, the turn has not been.
+        """
+        state = self.state
+        mark = state.mark()
+        try:
+            with state.user():
+                state += text
+            with state.assistant():
+                return state.gen(max_tokens=max_tokens, stop=stop, temperature=temperature, **sampling)
+        except BaseException:
+            state.rewind(mark)
+            raise
+
+    def mark(self) -> Mark:
+        """This moment, to `rewind` to."""
+        return self.state.mark()
+
+    def rewind(self, mark: Mark) -> None:
+        """Unsay what was said since the mark. Computes nothing."""
+        self.state.rewind(mark)
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return self.state.messages
+
+    @property
+    def cost(self) -> Cost:
+        return self.state.cost
+
+    def __enter__(self) -> Self:
+        return self._open(is_async=False)
+
+    async def __aenter__(self) -> Self:
+        return self._open(is_async=True)
+
+    def _open(self, *, is_async: bool) -> Self:
+        if self._state is not None:
+            raise StateMisuse("session: entered twice; make a new one")
+        root = root_state(self._engine, self._options, program="session", is_async=is_async)
+        self._state = self._stack.enter_context(root)
+        if self._system is not None:
+            with self._state.system():
+                self._state += self._system
+        self._state.pin(self._ttl)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    async def __aexit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+def session(engine: Runs, *, system: str | None = None, ttl: int | None = None, **options: Any) -> Session:
+    """A chat on one state: see `Session`."""
+    return Session(engine, system=system, ttl=ttl, **options)

@@ -1,0 +1,162 @@
+"""What a generation will be: a slot of a state, which has its value once the request behind it has ended.
+
+Knows nothing of how states use the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from radixrt.runtime import Choice, Output, TokenLogprobs, Usage
+
+from .driver import Driver, Ticket
+from .failures import GenerationFailed, StateMisuse, annotate
+
+T_co = TypeVar("T_co", covariant=True)
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """Where in a run something happens, for errors and traces."""
+
+    program: str
+    path: tuple[int, ...]  # of branches, from the root
+
+    def __str__(self) -> str:
+        branch = f", branch {'.'.join(map(str, self.path))}" if self.path else ""
+        return f"program {self.program}{branch}"
+
+
+class Slot(Generic[T_co]):
+    """A value to come: `await slot` in async programs, `slot.value` or `f"{slot}"` in plain ones.
+
+    What went wrong is raised there, as itself.
+    """
+
+    def __init__(
+        self, driver: Driver, where: Where, name: str | None, read: Callable[[str], T_co], *, is_async: bool
+    ) -> None:
+        """`read` makes the value of the text."""
+        self.name = name
+        self._driver = driver
+        self._where = where
+        self._read = read
+        self._is_async = is_async
+        self._ticket: Ticket | None = None
+        self._choice: Choice | None = None
+        self._usage: Usage | None = None
+        self._error: BaseException | None = None
+        self.was_raised = False
+
+    @property
+    def value(self) -> T_co:
+        """The value, waited for in a plain program. StateMisuse in an async one that has not awaited it yet."""
+        self.settle()
+        return self._result()
+
+    @property
+    def is_done(self) -> bool:
+        return self._ticket is None or self._ticket.is_done
+
+    @property
+    def text(self) -> str:
+        """What was generated, as text; waits as `value` does."""
+        self.settle()
+        return self._ended().text
+
+    @property
+    def finish(self) -> Finish:
+        """Why it ended: "stop" or, cut by max_tokens or the context, "length"."""
+        self.settle()
+        return "stop" if self._ended().finish_reason == "stop" else "length"
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The ids as generated, the ending one included."""
+        self.settle()
+        return self._ended().token_ids
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        self.settle()
+        return self._ended().logprobs
+
+    @property
+    def usage(self) -> Usage:
+        self.settle()
+        self._ended()
+        assert self._usage is not None, "a request that ended was counted"
+        return self._usage
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    def __repr__(self) -> str:
+        name = f" {self.name!r}" if self.name is not None else ""
+        return f"<slot{name} of {self._where}: {repr(self._choice.text) if self._choice else 'no value'}>"
+
+    def __await__(self) -> Generator[object, None, T_co]:
+        yield from self.settled().__await__()
+        return self._result()
+
+    # -- for states -----------------------------------------------------------------------------------------------
+
+    def runs(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+        self._note = f"in {self._where}, slot {self.name or 'without a name'}, request {ticket.handle.number}"
+
+    def settle(self) -> None:
+        """Wait, in a plain program, until the request has ended."""
+        if not self.is_done:
+            assert self._ticket is not None, "it runs"
+            if self._is_async:
+                raise StateMisuse(f"slot {self.name or ''}: not awaited yet, in {self._where}; write `await` before it")
+            self._driver.wait(self._ticket)
+
+    async def settled(self) -> None:
+        """Await the end of the request; a cancelled wait cancels it."""
+        if not self.is_done:
+            assert self._ticket is not None, "it runs"
+            try:
+                await self._driver.wait_async(self._ticket)
+            except BaseException:
+                self.cancel(StateMisuse("slot: cancelled, as was the task that awaited it"))
+                self.was_raised = True
+                raise
+
+    def cancel(self, reason: BaseException) -> None:
+        if self._ticket is not None:
+            self._driver.cancel(self._ticket, reason)
+
+    def take(self, outcome: Output | BaseException) -> Choice | None:
+        """Keep what the request came to; its choice, None where there is no output to go on with."""
+        if isinstance(outcome, BaseException):
+            self._error = outcome
+            return None
+        [choice] = outcome.choices
+        self._usage = outcome.usage
+        if choice.finish_reason in ("stop", "length"):
+            self._choice = choice
+            return choice
+        said = choice.error if choice.error is not None else "it was aborted"
+        self._error = GenerationFailed(f"generation: {said}")
+        return None
+
+    @property
+    def unraised(self) -> bool:
+        """It failed, and nobody has been told."""
+        return self._error is not None and not self.was_raised
+
+    def _ended(self) -> Choice:
+        if self._error is not None:
+            self.was_raised = True
+            annotate(self._error, self._note)
+            raise self._error
+        assert self._choice is not None, "it has ended"
+        return self._choice
+
+    def _result(self) -> T_co:
+        return self._read(self._ended().text)

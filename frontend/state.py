@@ -1,0 +1,349 @@
+"""The state of a program: what an author appends to, generates from and branches. One branch of the engine.
+
+Knows nothing of how programs are run or of who steps the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
+
+from radixrt.runtime import InvalidRequest, Output, PinnedPrefix, RadixrtError, SamplingParams, Usage
+
+from .content import Content, Said
+from .failures import BranchCancelled, StateMisuse, annotate
+from .node import Node, root, seed_of, watch
+from .run import Cost, Run, Sampling
+from .slot import Slot, Where
+
+if TYPE_CHECKING:
+    from .scope import Branches, ItemBranches, Scope, Scratch
+
+T = TypeVar("T")
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mark:
+    """A moment of a state, to go back to."""
+
+    _state: State
+    _content: Content
+
+
+class State:
+    """Text and generations, in order. Appending encodes nothing that is there; generated ids stay as they are.
+
+    One thread or task uses a state. While a generation runs, what comes next waits for it in a plain program, and is
+    refused in an async one until it was awaited. While branches live, the state can be read and nothing else.
+    """
+
+    def __init__(
+        self, run: Run, *, content: Content | None = None, parent: State | None = None, path: tuple[int, ...] = ()
+    ) -> None:
+        """For programs, sessions and scopes; authors are given theirs."""
+        self._run = run
+        self._driver = run.driver
+        self._codec = run.driver.codec
+        self._content = content if content is not None else Content()
+        self._parent = parent
+        self._where = Where(program=run.program, path=path)
+        self._seed = seed_of(run.seed, path)
+        self._node = self._content.node.hold() if self._content.node is not None else None  # that this state holds
+        self._marked: list[Node] = []
+        self._pin: PinnedPrefix | None = None
+        self._is_pinned = False
+        self._pinned_for: int | None = None  # engine steps
+        self._slot: Slot[Any] | None = None  # the last
+        self._scope: Scope | None = None  # while its branches live
+        self._num_branches = 0  # ever made
+        self._cost = Cost()
+        self._closed_by: BaseException | None = None
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def __iadd__(self, text: str | Slot[Any]) -> Self:
+        """Append text, or the value of a slot as text."""
+        self._take_turn()
+        if self._content.roles and not self._content.is_open:
+            raise StateMisuse(f"text: outside of a message, in {self._where}; open one, such as `with s.user():`")
+        self._content = self._content.plus(str(text), start_ids=self._codec.start_ids)
+        return self
+
+    @contextmanager
+    def message(self, role: Role) -> Iterator[None]:
+        """Everything in this block is one message of a conversation, laid out by the model's chat template.
+
+        It is closed whatever ends the block; what the template puts behind it is written once more follows.
+        """
+        self._take_turn()
+        content = self._content
+        if content.is_open or (content.said is not None and not content.roles):
+            what = f"inside of {content.roles[-1]}'s" if content.is_open else "after text that is in none"
+            raise StateMisuse(f"message: {role}'s opened {what}, in {self._where}; write one after the other")
+        items = self._driver.template.opening((*content.roles, role))
+        self._content = content.opened(role, items, self._codec)
+        try:
+            yield
+        finally:
+            self._content = replace(self._content, is_open=False)
+
+    def system(self) -> AbstractContextManager[None]:
+        return self.message("system")
+
+    def user(self) -> AbstractContextManager[None]:
+        return self.message("user")
+
+    def assistant(self) -> AbstractContextManager[None]:
+        return self.message("assistant")
+
+    def tool(self) -> AbstractContextManager[None]:
+        return self.message("tool")
+
+    def gen(
+        self,
+        name: str | None = None,
+        *,
+        max_tokens: int = 64,
+        stop: str | Sequence[str] = (),
+        temperature: float = 1.0,
+        **sampling: Unpack[Sampling],
+    ) -> Slot[str]:
+        """Let the model go on. Starts at once; the slot has the text, cut before the stop string that ended it.
+
+        What is drawn depends on the run's seed, the branch and the tokens so far, not on what runs beside it. A
+        refused request raises here, a failed one at the slot; either way the state is as before.
+        """
+        self._take_turn()
+        if name is not None and name in self._content.slots:
+            raise StateMisuse(f"gen: {name!r} is the name of an earlier slot, in {self._where}; choose another")
+        params = SamplingParams(max_tokens=max_tokens, stop=stop, temperature=temperature, seed=self._seed, **sampling)
+        slot = Slot(self._driver, self._where, name, str, is_async=self._run.is_async)
+        with self._driver.lock:
+            self._check_open()  # again: whoever closes it has the lock
+            try:
+                node = self._request(params).hold()
+            except RadixrtError as error:
+                annotate(error, f"in {self._where}, slot {name or 'without a name'}, before it had a request")
+                raise
+            before = self._content
+            named = {**before.slots, name: slot} if name is not None else before.slots
+            self._content = replace(before, said=Said(slot, before.message, before.said), slots=named)
+            self._slot = slot
+            slot.runs(watch(node, lambda outcome: self._ended(slot, node, params, before, outcome)))
+        return slot
+
+    def _request(self, params: SamplingParams) -> Node:
+        """The request that goes on from here. It sends what came since the last one."""
+        content = self._content
+        text = content.flushed(self._codec) if not content.is_empty else self._codec.start_ids
+        if content.node is None:
+            return root(self._run.origin, text, params)
+        return content.node.forks(1, params, at=content.at, text=text)[0]
+
+    def _ended(
+        self, slot: Slot[Any], node: Node, params: SamplingParams, before: Content, outcome: Output | BaseException
+    ) -> None:
+        """Take what a request generated; where it failed, be as before it."""
+        if isinstance(outcome, Output):
+            self._charge(outcome.usage)
+        choice = slot.take(outcome)
+        if choice is None or self._closed_by is not None:
+            self._content = replace(self._content, said=before.said, slots=before.slots)
+            node.drop()
+            return
+        node.output = ids = choice.token_ids
+        if ids and choice.finish_reason == "stop" and ids[-1] in params.ending_token_ids(self._ending_ids):
+            num_kept, rest = len(ids) - 1, ""
+        elif choice.finish_reason == "stop":
+            num_kept, rest = self._codec.kept(ids, choice.text)
+        else:
+            num_kept, rest = len(ids), ""
+        at = node.num_tokens - len(ids) + num_kept
+        self._content = replace(self._content, node=node, at=at, committed=(), pending=rest)
+        if self._node is not None:
+            self._node.drop()
+        self._node = node
+        if self._is_pinned:
+            self._pin_anew()
+
+    @property
+    def _ending_ids(self) -> frozenset[int]:
+        return self._driver.backend.eos_token_ids
+
+    # -- branching ------------------------------------------------------------------------------------------------
+
+    @overload
+    def fork(self, branches: int) -> Branches: ...
+
+    @overload
+    def fork(self, branches: Sequence[T]) -> ItemBranches[T]: ...
+
+    def fork(self, branches: int | Sequence[Any]) -> Branches | ItemBranches[Any]:
+        """A scope, `with` or `async with`, of so many branches or of one for each item. No copy, no text is sent.
+
+        On leaving it, in whatever way, what branches still generate is cancelled and their pages are free.
+        """
+        from .scope import Branches, ItemBranches  # scopes are made of states
+
+        self._take_turn()
+        if isinstance(branches, int):
+            return Branches(self, branches)
+        return ItemBranches(self, list(branches))
+
+    def scratch(self) -> Scratch:
+        """A scope, `with` or `async with`, of one branch, which is thrown away when it closes."""
+        from .scope import Scratch
+
+        self._take_turn()
+        return Scratch(self)
+
+    def adopt(self, branch: State) -> None:
+        """Mark the winner among the branches of the scope that is open: this state goes on as it when that closes."""
+        self._check_open()
+        if self._scope is None:
+            raise StateMisuse(f"adopt: no branches live, in {self._where}; call it inside of the scope that made them")
+        self._scope.choose(branch)
+
+    def mark(self) -> Mark:
+        """This moment, to `rewind` to."""
+        self._take_turn()
+        with self._driver.lock:
+            self._check_open()
+            if self._node is not None:
+                self._marked.append(self._node.hold())
+        return Mark(self, self._content)
+
+    def rewind(self, mark: Mark) -> None:
+        """Be as at the mark. Computes nothing; what is generated then is drawn anew."""
+        self._take_turn()
+        if mark._state is not self:
+            raise StateMisuse(f"rewind: to the mark of another state, in {self._where}")
+        self._go_on_as(mark._content)
+        self._seed = seed_of(self._seed, (0,))
+
+    def _go_on_as(self, content: Content) -> None:
+        with self._driver.lock:
+            self._check_open()
+            held, self._node = self._node, content.node.hold() if content.node is not None else None
+            if held is not None:
+                held.drop()
+            self._content = content
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    @property
+    def text(self) -> str:
+        """Everything as text, what the chat template wrote included; special tokens add nothing. O(tokens)."""
+        self._settle()
+        node, at = self._content.node, self._content.at
+        sent = node.tokens(at) if node is not None else []
+        return self._codec.decode([*sent, *self._content.committed]) + self._content.pending
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Everything as token ids, as a generation would send it now. O(tokens)."""
+        self._settle()
+        return tuple(self._content.tokens(self._codec))
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The messages so far, as role and content."""
+        self._settle()
+        parts: list[list[str]] = [[] for _ in self._content.roles]
+        for said in self._content.things():
+            if said.message is not None:
+                parts[said.message].append(said.what if isinstance(said.what, str) else said.what.text)
+        roles = self._content.roles
+        return [{"role": role, "content": "".join(part)} for role, part in zip(roles, parts, strict=True)]
+
+    @property
+    def cost(self) -> Cost:
+        """What this state and its branches have cost so far."""
+        self._settle()
+        return self._cost
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        """Which branch this is: the numbers of the branches that lead to it, each among those of its parent."""
+        return self._where.path
+
+    def __getitem__(self, name: str) -> Slot[Any]:
+        """The slot of this name, here or before the fork."""
+        if name not in self._content.slots:
+            raise StateMisuse(f"slot: none is named {name!r}, in {self._where}; there are {list(self._content.slots)}")
+        return self._content.slots[name]
+
+    def __repr__(self) -> str:
+        return f"<state of {self._where}>"
+
+    def pin(self, ttl: int | None = None) -> None:
+        """From now on keep what the cache has of this state, anew behind each generation: until it closes or for `ttl`
+        engine steps without one. Computes nothing; where the engine's `pin_budget` is used up, nothing is kept."""
+        self._take_turn()
+        with self._driver.lock:
+            self._check_open()
+            self._pinned_for, self._is_pinned = ttl, True
+            self._pin_anew()
+
+    def _pin_anew(self) -> None:
+        backend, content = self._driver.backend, self._content
+        with self._driver.lock, suppress(InvalidRequest):
+            if self._pin is not None:
+                pin, self._pin = self._pin, None
+                backend.unpin(pin)
+            if content.node is not None and self._is_pinned:
+                tokens, namespace = content.node.tokens(content.at), self._run.origin.namespace
+                self._pin = backend.pin(tokens, namespace, ttl=self._pinned_for)
+
+    # -- turns ----------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if isinstance(self._closed_by, BranchCancelled):
+            raise self._closed_by
+        if self._closed_by is not None:
+            raise StateMisuse(f"state: used after its end, in {self._where}; return values, not states")
+
+    def _take_turn(self) -> None:
+        """Nothing else goes on with this state now. StateMisuse where that would have no meaning."""
+        self._check_open()
+        if self._scope is not None:
+            raise StateMisuse(f"state: its branches live, in {self._where}; use them, or leave their scope first")
+        self._settle()
+
+    def _settle(self) -> None:
+        """The last generation has ended, and if it failed, somebody knows."""
+        slot = self._slot
+        if slot is not None:
+            slot.settle()
+            if slot.unraised:
+                slot.value  # noqa: B018  # raises
+
+    async def _settled(self) -> None:
+        if self._slot is not None:
+            await self._slot.settled()
+            self._settle()
+
+    def _charge(self, usage: Usage) -> None:
+        state: State | None = self
+        while state is not None:
+            state._cost = state._cost.plus(usage)
+            state = state._parent
+
+    def close(self, reason: BaseException | None = None) -> None:
+        """Cancel what runs and give everything back, branches first. Twice is fine."""
+        with self._driver.lock:
+            if self._closed_by is not None:
+                return
+            self._closed_by = reason if reason is not None else StateMisuse("state: closed before this had ended")
+            if self._scope is not None:
+                self._scope.close(reason)
+            if self._slot is not None:
+                self._slot.cancel(self._closed_by)
+            for node in [*self._marked, *([self._node] if self._node is not None else [])]:
+                node.drop()
+            self._is_pinned = False
+            self._pin_anew()
+            self._marked, self._node = [], None

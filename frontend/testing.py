@@ -1,0 +1,151 @@
+"""The test kit of the language: backends that say what a test wants, and random programs with an oracle.
+
+For a model of random but fixed answers, make an engine on `radixrt.runtime.testing.HashModel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from radixrt.runtime import (
+    CacheUse,
+    Choice,
+    Event,
+    FinishEvent,
+    FinishReason,
+    Handle,
+    InvalidRequest,
+    Output,
+    PinnedPrefix,
+    SamplingParams,
+    Tokenizer,
+    Usage,
+)
+
+from ._programs import Body, Oracle, Planned, plain, programs, tasks
+from .backend import Backend
+
+__all__ = ["Body", "FaultyBackend", "Oracle", "Planned", "ScriptedBackend", "plain", "programs", "tasks"]
+
+
+class ScriptedBackend:
+    """Answers from a table: to a text that ends with a key, its value; the longest key counts. Computes nothing.
+
+    InvalidRequest where no key fits. Stop strings and max_tokens cut answers as an engine does. `asked` has every text.
+    """
+
+    def __init__(self, replies: Mapping[str, str], tokenizer: Tokenizer, *, vocab_size: int = 1 << 20) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.eos_token_ids: frozenset[int] = frozenset()
+        self.asked: list[str] = []
+        self._replies = dict(replies)
+        self._tokens: list[list[int]] = []  # of each request, its answer included once it has ended
+        self._live: dict[Handle, tuple[int, SamplingParams]] = {}
+        self._released: set[Handle] = set()
+
+    def submit(
+        self, tokens: list[int], params: SamplingParams, namespace: str, *, priority: int, cache: CacheUse
+    ) -> Handle:
+        handle = Handle(len(self._tokens))
+        self._tokens.append(list(tokens))
+        self._live[handle] = len(tokens), params
+        return handle
+
+    def fork(self, handle: Handle, n: int, params: SamplingParams, *, text: list[int] | None, at: int) -> list[Handle]:
+        if handle in self._released:
+            raise InvalidRequest(f"handle: request {handle.number} was released")
+        tokens = [*self._tokens[handle.number][:at], *(text or ())]
+        return [self.submit(tokens, params, "", priority=0, cache="all") for _ in range(n)]
+
+    def abort(self, handle: Handle) -> None:
+        self._live.pop(handle, None)
+
+    def release(self, handle: Handle) -> None:
+        self.abort(handle)
+        self._released.add(handle)
+
+    def step(self) -> list[Event]:
+        events: list[Event] = [self._finish(handle, *asked) for handle, asked in self._live.items()]
+        self._live.clear()
+        return events
+
+    def pin(self, tokens: list[int], namespace: str, *, ttl: int | None) -> PinnedPrefix:
+        return PinnedPrefix(0, 0)
+
+    def unpin(self, pinned: PinnedPrefix) -> None:
+        pass
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._live
+
+    def _finish(self, handle: Handle, prompt_len: int, params: SamplingParams) -> FinishEvent:
+        prompt = self._tokens[handle.number]
+        said = b"".join(map(self.tokenizer.token_bytes, prompt)).decode(errors="replace")
+        self.asked.append(said)
+        keys = [key for key in self._replies if said.endswith(key)]
+        error = None if keys else f"no reply is scripted to {said[-80:]!r}"
+        reply = self._replies[max(keys, key=len)] if keys else ""
+        ids = self.tokenizer.encode(reply)
+        reason: FinishReason = "stop" if keys else "error"
+        if len(ids) > params.max_tokens:
+            ids, reason = ids[: params.max_tokens], "length"
+        text = b"".join(map(self.tokenizer.token_bytes, ids)).decode(errors="replace")
+        stops = [text.index(stop) for stop in params.stop if stop in text]
+        if stops:
+            text, reason = text[: min(stops)], "stop"
+        prompt += ids
+        output = self._output(handle, prompt[:prompt_len], ids, text, reason, error)
+        return FinishEvent(handle=handle, output=output)
+
+    def _output(
+        self, handle: Handle, prompt: list[int], ids: list[int], text: str, reason: FinishReason, error: str | None
+    ) -> Output:
+        choice = Choice(index=0, text=text, token_ids=tuple(ids), finish_reason=reason, error=error)
+        usage = Usage(
+            prompt_tokens=len(prompt),
+            cached_tokens=0,
+            computed_tokens=len(prompt),
+            recomputed_tokens=0,
+            completion_tokens=len(ids),
+        )
+        return Output(handle=handle, prompt_token_ids=tuple(prompt), choices=(choice,), usage=usage)
+
+
+class FaultyBackend:
+    """Another backend whose calls fail where a plan says so: `fault(name, number)` may raise, before the call.
+
+    `name` is "submit", "fork" or "step", `number` counts those calls together, from 0.
+    """
+
+    def __init__(self, backend: Backend, fault: Callable[[str, int], None]) -> None:
+        self._backend = backend
+        self._fault = fault
+        self.num_calls = 0
+        self.tokenizer, self.vocab_size = backend.tokenizer, backend.vocab_size
+        self.eos_token_ids = backend.eos_token_ids
+        self.abort, self.release = backend.abort, backend.release
+        self.pin, self.unpin = backend.pin, backend.unpin
+
+    def submit(
+        self, tokens: list[int], params: SamplingParams, namespace: str, *, priority: int, cache: CacheUse
+    ) -> Handle:
+        self._may_fail("submit")
+        return self._backend.submit(tokens, params, namespace, priority=priority, cache=cache)
+
+    def fork(self, handle: Handle, n: int, params: SamplingParams, *, text: list[int] | None, at: int) -> list[Handle]:
+        self._may_fail("fork")
+        return self._backend.fork(handle, n, params, text=text, at=at)
+
+    def step(self) -> list[Event]:
+        self._may_fail("step")
+        return self._backend.step()
+
+    @property
+    def is_idle(self) -> bool:
+        return self._backend.is_idle
+
+    def _may_fail(self, name: str) -> None:
+        number, self.num_calls = self.num_calls, self.num_calls + 1
+        self._fault(name, number)

@@ -1,0 +1,123 @@
+"""Batches: one result for each row, in order, and a killed one goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import radixrt as rx
+from radixrt.runtime import Engine
+
+from .conftest import MakeEngine
+
+ROWS = [{"word": f"word {number}"} for number in range(12)]
+
+
+@rx.program
+def plain(s: rx.State, word: str) -> str:
+    s += f"Shared by all of them: {word}"
+    if word == "word 3":
+        raise ValueError(word)
+    return s.gen(max_tokens=6).value
+
+
+@rx.program
+async def tasks(s: rx.State, word: str) -> str:
+    s += f"Shared by all of them: {word}"
+    if word == "word 3":
+        raise ValueError(word)
+    return await s.gen(max_tokens=6)
+
+
+def values(results: list[Any]) -> list[Any]:
+    return [result.value if result.ok else type(result.error) for result in results]
+
+
+def test_results_are_in_order_and_failures_are_values(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    found = values(plain.batch(engine, ROWS))
+    assert found[3] is ValueError
+    assert len(found) == len(ROWS)
+    for concurrency in (1, 3):
+        assert values(plain.batch(make_engine(), ROWS, concurrency=concurrency)) == found
+        assert values(tasks.batch(make_engine(), ROWS, concurrency=concurrency)) == found
+    assert engine.stats().counters.computed <= len("Shared by all of them: word ") + 2 * len(ROWS) + 2
+    assert plain.batch(engine, []) == []
+
+
+def test_a_batch_resumes_and_runs_only_what_is_left(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    found = values(plain.batch(engine, ROWS, resume=path))
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert sorted(json.loads(line)["row"] for line in lines) == [0, 1, 2, *range(4, 12)]
+    path.write_bytes(b"".join(lines[:5]) + lines[5][:7])  # killed while it wrote
+    before = engine.stats().counters.decoded
+    assert values(plain.batch(engine, ROWS, resume=path)) == found
+    assert engine.stats().counters.decoded - before == 6 * 5
+    rows = [json.loads(line)["row"] for line in path.read_text().splitlines()]
+    assert sorted(rows) == [0, 1, 2, *range(4, 12)]
+
+
+def test_a_journal_of_another_batch_is_refused(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    plain.batch(engine, ROWS, resume=path)
+    for program, rows in ((tasks, ROWS), (plain.options(seed=1), ROWS), (plain, ROWS[1:])):
+        with pytest.raises(rx.InvalidRequest, match="resume"):
+            program.batch(engine, rows, resume=path)
+    path.write_text("no journal\n")
+    with pytest.raises(rx.InvalidRequest, match="no journal"):
+        plain.batch(engine, ROWS, resume=path)
+
+
+def test_a_value_that_json_cannot_hold_fails_its_row(engine: Engine, tmp_path: Path) -> None:
+    @rx.program
+    def odd(s: rx.State, word: str) -> object:
+        return object() if word == "word 1" else (word,)
+
+    first, second = odd.batch(engine, ROWS[:2], resume=tmp_path / "runs.jsonl")
+    assert first == rx.Ok(["word 0"])
+    assert not second.ok
+
+
+CHILD = """
+import sys, time
+import radixrt as rx
+from radixrt.runtime.testing import ByteTokenizer, HashModel
+
+@rx.program
+def slow(s: rx.State, number: int) -> str:
+    s += f"row {number}"
+    time.sleep(0.05)
+    return s.gen(max_tokens=4).value
+
+engine = rx.Engine(HashModel(vocab=128), tokenizer=ByteTokenizer(), num_pages=64)
+results = slow.batch(engine, [{"number": number} for number in range(20)], concurrency=2, resume=sys.argv[1])
+print([result.value for result in results])
+"""
+
+
+def test_a_killed_batch_has_every_row_once(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", CHILD, str(path)]
+    killed = subprocess.Popen(command, env=environment)
+    deadline = time.monotonic() + 60
+    while not path.exists() or path.read_bytes().count(b"\n") < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    num_done = path.read_bytes().count(b"\n")
+    assert 5 <= num_done < 20
+    printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted(row["row"] for row in rows) == list(range(20))
+    assert printed.strip() == repr([row["value"] for row in sorted(rows, key=lambda row: row["row"])])
