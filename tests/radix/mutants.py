@@ -62,7 +62,7 @@ MUTANTS = [
         open_is_no_use=("self.tree.use(cached, priority=priority, now=self._now)", "pass"),
         open_forgets_its_priority=("            priority=priority,\n", "            priority=0,\n"),
         order_stays_when_the_ranking_changes=("self.tree.rerank()", "pass"),
-        open_counts_full_pages_only=("+= match.length", "+= match.prefix_len"),
+        open_counts_full_pages_only=("page_ids, match.length)", "page_ids, match.prefix_len)"),
     ),
     *_of(
         Lookup,
