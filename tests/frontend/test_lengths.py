@@ -81,7 +81,7 @@ def test_what_is_wrong_in_a_file_is_said_with_its_line(content: str | bytes, wor
     assert words in str(caught.value), str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"1,2\n" * 99)[:-12]])
+@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"1,2\n" * 99)[:-12]], ids=["no archive", "cut off"])
 def test_a_damaged_archive_is_said(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="no text"):
         read(tmp_path, content, "lengths.csv.gz")
