@@ -32,17 +32,23 @@ class Codec:
 
         InvalidRequest where the text is not Unicode.
         """
-        if not text:
-            return []
+        ids: list[int] = []
+        todo = [text] if text else []
+        while todo:
+            piece = todo.pop()
+            found = self._encode(piece)
+            special = next((n for n, one in enumerate(found) if not self._tokenizer.token_bytes(one)), None)
+            if not plain or special is None or len(piece) == 1:
+                ids += found
+                continue
+            # No special token is left where a text is cut behind the first character of what looks like one.
+            at = min(len(self.decode(found[:special])) + 1, len(piece) - 1)
+            todo += [piece[at:], piece[:at]]
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
         ids = self._tokenizer.encode(text)
-        ids = ids[len(self.start_ids) : len(ids) - self._num_last]
-        if not plain:
-            return ids
-        at, found = 0, next((n for n, token_id in enumerate(ids) if not self._tokenizer.token_bytes(token_id)), None)
-        if found is None:
-            return ids
-        at = len(self.decode(ids[:found])) + 1  # behind the first character of what looks like a special token
-        return self.encode(text[:at], plain=True) + self.encode(text[at:], plain=True) if at < len(text) else ids
+        return ids[len(self.start_ids) : len(ids) - self._num_last]
 
     def commit(self, text: str, *, plain: bool = False) -> tuple[list[int], str]:
         """The ids that no continuation changes, and the text that is left, as much committed as can be.

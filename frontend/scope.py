@@ -75,7 +75,7 @@ class Scope:
 
     def _contents(self, content: Content) -> list[Content]:
         """What each branch begins with: a node of its own, but where it is alone or nothing was generated yet."""
-        if content.node is None or self._n == 1:
+        if content.node is None or self._n <= 1:
             return [content] * self._n
         nodes = content.node.branches(self._n, at=content.at, text=content.committed)
         return [replace(content, node=node, at=node.num_tokens, committed=()) for node in nodes]
@@ -133,8 +133,8 @@ class Branches(Scope, Sequence[State]):
     """The branches of a scope, in order."""
 
     def __init__(self, parent: State, n: int) -> None:
-        if isinstance(n, bool) or not 1 <= n <= MAX_BRANCHES:
-            raise InvalidRequest(f"fork: {n!r} branches given; allowed: 1 to {MAX_BRANCHES}, or a sequence of items")
+        if isinstance(n, bool) or not 0 <= n <= MAX_BRANCHES:
+            raise InvalidRequest(f"fork: {n!r} branches given; allowed: 0 to {MAX_BRANCHES}, or a sequence of items")
         super().__init__(parent, n)
 
     def __enter__(self) -> Self:
@@ -176,7 +176,7 @@ class Branches(Scope, Sequence[State]):
         The first error cancels the other branches and is raised as itself. With "collect" nothing is cancelled, and
         each result is `Ok` or `Failed`.
         """
-        return _map_all(self._parent, self._states, function, on_error)
+        return _map_all(self, self._states, function, on_error)
 
 
 class ItemBranches(Branches, Generic[T]):
@@ -203,14 +203,15 @@ class ItemBranches(Branches, Generic[T]):
     def map(self, function: Callable[[State, T], Any], *, on_error: OnError = "raise") -> Any:
         """As `Branches.map`; the function gets the branch and its item."""
         items = dict(zip(self._states, self.items, strict=True))
-        return _map_all(self._parent, self._states, lambda state: function(state, items[state]), on_error)
+        return _map_all(self, self._states, lambda state: function(state, items[state]), on_error)
 
 
-def _map_all(parent: State, states: Sequence[State], function: Callable[[State], Any], on_error: OnError) -> Any:
+def _map_all(scope: Scope, states: Sequence[State], function: Callable[[State], Any], on_error: OnError) -> Any:
     if on_error not in ("raise", "collect"):
         raise InvalidRequest(f'on_error: {on_error!r} given; allowed: "raise" or "collect"')
+    parent = scope._parent
     parent._check_open()
-    if not states or states[0]._closed_by is not None:
+    if parent._scope is not scope:
         raise StateMisuse(f"map: the scope is not open, in {parent._where}; call it inside of `with`")
     if parent._run.is_async:
         return _in_tasks(states, function, on_error)
@@ -230,6 +231,8 @@ async def _in_tasks(
             return Failed(error)
         return Ok(value) if on_error == "collect" else value
 
+    if not states:
+        return []
     tasks = [asyncio.ensure_future(one(state)) for state in states]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

@@ -67,8 +67,7 @@ class State:
     def __iadd__(self, text: str | Slot[Any]) -> Self:
         """Append text, or the value of a slot as text."""
         self._take_turn()
-        if self._content.roles and not self._content.is_open:
-            raise StateMisuse(f"text: outside of a message, in {self._where}; open one, such as `with s.user():`")
+        self._check_message()
         self._content = self._content.plus(str(text), start_ids=self._codec.start_ids)
         return self
 
@@ -117,6 +116,7 @@ class State:
         refused request raises here, a failed one at the slot; either way the state is as before.
         """
         self._take_turn()
+        self._check_message()
         if name is not None and name in self._content.slots:
             raise StateMisuse(f"gen: {name!r} is the name of an earlier slot, in {self._where}; choose another")
         params = SamplingParams(max_tokens=max_tokens, stop=stop, temperature=temperature, seed=self._seed, **sampling)
@@ -312,6 +312,10 @@ class State:
         if self._scope is not None:
             raise StateMisuse(f"state: its branches live, in {self._where}; use them, or leave their scope first")
         self._settle()
+
+    def _check_message(self) -> None:
+        if self._content.roles and not self._content.is_open:
+            raise StateMisuse(f"state: no message is open, in {self._where}; open one, such as `with s.user():`")
 
     def _settle(self) -> None:
         """The last generation has ended, and if it failed, somebody knows."""

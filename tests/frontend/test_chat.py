@@ -111,8 +111,10 @@ def test_messages_and_plain_text_do_not_mix(engine: Engine) -> None:
             s += "x"
             with pytest.raises(rx.StateMisuse, match="inside"):
                 s.assistant().__enter__()
-        with pytest.raises(rx.StateMisuse, match="outside"):
+        with pytest.raises(rx.StateMisuse, match="no message is open"):
             s += "y"
+        with pytest.raises(rx.StateMisuse, match="no message is open"):
+            s.gen()
         with s.scratch() as other, other.user(), pytest.raises(rx.StateMisuse, match="branches live"):
             s += "y"
 

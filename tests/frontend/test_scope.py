@@ -400,7 +400,7 @@ def test_programs_of_several_loops_and_threads_share_an_engine(engine: Engine) -
     assert results[0] == results[1] == results[2] == [thread.run(engine, f"{n}") for n in range(4)]
 
 
-@pytest.mark.parametrize("n", [0, -1, True, 5000])
+@pytest.mark.parametrize("n", [-1, True, 5000])
 def test_a_wrong_number_of_branches_is_refused(engine: Engine, n: int) -> None:
     @rx.program
     def wrong(s: rx.State) -> None:
@@ -408,3 +408,37 @@ def test_a_wrong_number_of_branches_is_refused(engine: Engine, n: int) -> None:
 
     with pytest.raises(rx.InvalidRequest, match="fork"):
         wrong.run(engine)
+
+
+def test_no_items_give_no_results(engine: Engine) -> None:
+    def one(b: rx.State, item: str) -> str:
+        return item
+
+    async def one_async(b: rx.State, item: str) -> str:
+        return item
+
+    @rx.program
+    def plain(s: rx.State, items: list[str]) -> list[str]:
+        s += "x"
+        s.gen(max_tokens=1)
+        with s.fork(items) as branches:
+            return branches.map(one)
+
+    @rx.program
+    async def tasks(s: rx.State, items: list[str]) -> list[str]:
+        async with s.fork(items) as branches:
+            return await branches.map(one_async)
+
+    assert plain.run(engine, []) == tasks.run(engine, []) == []
+    assert plain.run(engine, ["a"]) == tasks.run(engine, ["a"]) == ["a"]
+
+
+def test_map_is_called_while_the_scope_is_open(engine: Engine) -> None:
+    @rx.program
+    def late(s: rx.State) -> None:
+        with s.fork(2) as branches:
+            pass
+        branches.map(lambda b: b.text)
+
+    with pytest.raises(rx.StateMisuse, match="not open"):
+        late.run(engine)
