@@ -35,8 +35,8 @@ class EngineConfig:
 
     `token_budget` bounds the rows one step computes (rows shared by several requests count once); `prefill_chunk`
     bounds the prompt rows one request adds to a step (None: the budget alone); `max_running` bounds the requests that
-    are started (forks of running ones hold pages beyond it). `max_bypass`: so many later requests may be started before
-    an earlier one, then it goes first. Of those that wait, the `admission_window` oldest are compared in each step.
+    are started (choices and forks of running ones go beyond it). `max_bypass`: so many later requests may be started
+    before an earlier one, then it goes first. Of those that wait, the `admission_window` oldest are compared a step.
     `kv_memory` (bytes or "512MiB") or `num_pages` sizes the pool, of which pins may hold the share `pin_budget`;
     `eviction` names what makes a cached page cold (docs/eviction.md). `host_memory` (bytes, "1GiB") or `num_host_pages`
     sizes a second pool, in host memory, for cached pages that would be evicted; `swap`: whether they move there and

@@ -12,9 +12,11 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 from radixrt.radix import BrokenInvariant, CacheStats, Explanation
 
-from .checks import integer, refuse
+from .checks import instance, integer, refuse
 from .config import EngineConfig
 from .constraint import Grammars
 from .counting import Counters
@@ -189,7 +191,9 @@ class Engine:
         At most its own output goes; `fork(at=...)` goes further back. One that lives goes on from there, and what its
         events told of later tokens is void.
         """
-        _, sequence = self._branch(handle, choice)
+        request, sequence = self._branch(handle, choice)
+        if request.search is not None and not request.is_over:
+            raise InvalidRequest(f"truncate: request {handle.number} searches with beams; fork it (at=), or abort it")
         num_tokens = integer("num_tokens", num_tokens, sequence.output_start, sequence.num_tokens)
         self._recorder.write("truncate", number=handle.number, num_tokens=num_tokens, choice=choice)
         if sequence.table is not None and sequence.table.seq_len >= num_tokens:
@@ -201,7 +205,7 @@ class Engine:
     def adopt(self, handle: Handle, branch: Handle, *, choice: int = 0, branch_choice: int = 0) -> None:
         """Let a choice that ended own the tokens of one of its forks, as if it had gone on so. Frees the fork's handle.
 
-        InvalidRequest unless both have ended and the branch descends from that choice.
+        InvalidRequest unless both have ended and the branch descends from that choice and has its whole prompt.
         """
         request, sequence = self._branch(handle, choice)
         child, adopted = self._branch(branch, branch_choice, name="branch")
@@ -212,6 +216,14 @@ class Engine:
         for number, is_over in ((handle.number, request.is_over), (branch.number, child.is_over)):
             if not is_over:
                 raise InvalidRequest(f"adopt: request {number} has not ended; abort it or let it finish first")
+        prompt = sequence.tokens[: sequence.output_start]
+        if not np.array_equal(adopted.tokens[: len(prompt)], prompt):
+            raise InvalidRequest(
+                f"branch: request {branch.number} given, which parts from request {handle.number} inside of its prompt "
+                f"of {len(prompt)} tokens; allowed: one that keeps them"
+            )
+        if len(request.branches) < len(request.paths):
+            raise InvalidRequest(f"adopt: request {handle.number} ended before its choices differed; fork it instead")
         choices = {"choice": choice, "branch_choice": branch_choice}
         self._recorder.write("adopt", number=handle.number, branch=branch.number, **choices)
         sequence.take_over(adopted)
@@ -233,7 +245,7 @@ class Engine:
     def unpin(self, pinned: PinnedPrefix) -> None:
         """End a pin. One that has ended already is no error."""
         self._require_open()
-        self._loop.pins.unpin(pinned)
+        self._loop.pins.unpin(instance("pinned", pinned, PinnedPrefix, "what pin returned"))
         self._recorder.write("unpin", number=pinned.number)
 
     def generate(
@@ -340,7 +352,7 @@ class Engine:
             raise BrokenInvariant(f"{num_tables} tables live, {len(self._loop.scheduler.running)} sequences run")
 
     def reset_cache(self) -> None:
-        """Forget every cached page. LiveTables while a request holds pages."""
+        """Forget every cached page. LiveTables while a request holds pages or a prefix is pinned."""
         self._require_open()
         self._loop.tier.wait()
         self._loop.cache.reset()

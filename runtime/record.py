@@ -61,8 +61,10 @@ class Recorder:
         self.write("step", entries=entries, drawn=drawn, freed=list(freed), **measured)
 
     def close(self) -> None:
+        """End the file; what is written then goes nowhere but to the function. Twice is fine."""
         if self._file is not None:
             self._file.close()
+            self._file = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

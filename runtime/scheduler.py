@@ -260,7 +260,8 @@ class Scheduler:
         return len(self.running) >= self.config.max_running
 
     def _candidates(self) -> list[tuple[Sequence, Match]]:
-        """Those overtaken often enough, then by priority; preempted ones first, then by merit.
+        """Branches of the oldest running request, which may wait for them, then those overtaken often enough; then by
+        priority; preempted ones first, then by merit.
 
         Looks at the oldest `admission_window` that were not preempted, which bounds the look-ups; ageing brings every
         one into it.
@@ -271,11 +272,13 @@ class Scheduler:
         window = itertools.islice(others, self.config.admission_window)
         found = [(sequence, self._match(sequence)) for sequence in itertools.chain(preempted, window)]
 
-        def key(candidate: tuple[Sequence, Match]) -> tuple[bool, int, bool, int, tuple[int, int]]:
+        def key(candidate: tuple[Sequence, Match]) -> tuple[int, int, bool, int, tuple[int, int]]:
             sequence, match = candidate
+            if self._is_of_oldest(sequence):
+                return 0, 0, False, 0, sequence.key
             if self._is_overdue(sequence):
-                return False, 0, False, 0, sequence.key
-            return True, -sequence.priority, not sequence.was_preempted, -self._merit(sequence, match), sequence.key
+                return 1, 0, False, 0, sequence.key
+            return 2, -sequence.priority, not sequence.was_preempted, -self._merit(sequence, match), sequence.key
 
         return sorted(found, key=key)
 

@@ -160,7 +160,10 @@ class Sequence:
         """Own the tokens of a branch of this one that has ended, as if they were its output."""
         copied = other.branch(self.handle, other.params)
         self._buffer, self._generated, self.num_tokens = copied._buffer, copied._generated, copied.num_tokens
-        self.history, self.detokenizer = copied.history, copied.detokenizer
+        self.detokenizer = copied.detokenizer
+        self.history = History(self.tokens[: self.output_start].copy())
+        for token_id in self.tokens[self.output_start :].tolist():
+            self.history.add(token_id)
         self.grammar_start = self.num_tokens
 
     def twin(self, choice: int, path: tuple[int, ...]) -> Sequence:

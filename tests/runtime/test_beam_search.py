@@ -250,3 +250,19 @@ class TestAsARequest:
         engine = make_engine(num_pages=8, page_size=4)
         with pytest.raises(InvalidRequest, match=r"8 \+ 10 tokens in 3 choices given"):
             engine.submit([1] * 8, BeamParams(width=3, max_tokens=10))
+
+
+def test_beams_that_wait_for_one_another_go_before_higher_priorities(make_engine: MakeEngine) -> None:
+    """A preempted beam whose mates hold all places of those that may run is not left behind for what comes later."""
+    engine = make_engine(HashModel(vocab=VOCAB), page_size=1, num_pages=22, max_running=2, token_budget=64)
+    handles = [engine.submit([1] * 7, SamplingParams(max_tokens=6))]
+    engine.step()
+    handles.append(engine.submit([2] * 4, BeamParams(width=3, max_tokens=6)))
+    for _ in range(3):
+        engine.step()
+    handles += [engine.submit([token] * 10, SamplingParams(max_tokens=2), priority=5) for token in (3, 4)]
+    ended: list[Any] = []
+    for _ in range(100):
+        ended += [event.handle for event in engine.step() if isinstance(event, FinishEvent)]
+        engine.check()
+    assert sorted(ended, key=lambda handle: handle.number) == handles, "the engine stalls"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from radixrt.runtime import Engine, FinishEvent, Handle, InvalidRequest, Output, SamplingParams
+from radixrt.runtime import BeamParams, Engine, FinishEvent, Handle, InvalidRequest, Output, SamplingParams
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
 MakeEngine = Callable[..., Engine]
@@ -167,8 +167,53 @@ class TestAdopt:
         finish(engine)
         engine.adopt(parent, branch)
 
+    def test_of_one_that_left_the_prompt(self, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        parent = engine.generate([[1] * 9], GREEDY)[0].handle
+        short, other = engine.fork(parent, at=2)[0], engine.fork(parent, at=2, text=[5] * 9)[0]
+        same = engine.fork(parent, at=2, text=[1] * 7)[0]
+        finish(engine)
+        for branch in (short, other):
+            with pytest.raises(InvalidRequest, match="parts from request 0 inside of its prompt of 9 tokens"):
+                engine.adopt(parent, branch)
+        engine.adopt(parent, same)
+        engine.release(parent)
+
+    def test_of_choices_that_never_differed(self, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        parent = engine.submit([1, 2], SamplingParams(n=2))
+        engine.abort(parent)
+        (branch,) = engine.fork(parent, choice=1, params=GREEDY)
+        finish(engine)
+        with pytest.raises(InvalidRequest, match="ended before its choices differed"):
+            engine.adopt(parent, branch, choice=1)
+
+    def test_penalties_count_what_was_adopted(self, make_engine: MakeEngine) -> None:
+        """A fork of what was adopted, cut short, draws as one of the same tokens that were all generated."""
+        engine = make_engine(HashModel(vocab=8))
+        params = SamplingParams(max_tokens=6, temperature=0.0, frequency_penalty=1.5)
+        parent = engine.generate([[1] * 3], params)[0].handle
+        (branch,) = engine.fork(parent, params=params)
+        finish(engine)
+        engine.adopt(parent, branch)
+        engine.truncate(parent, 3 + 8)
+        (child,) = engine.fork(parent, params=params)
+        output = finish(engine)[child]
+        whole = engine.generate([[1] * 3], SamplingParams(max_tokens=14, temperature=0.0, frequency_penalty=1.5))[0]
+        assert output.prompt_token_ids == (1, 1, 1, *whole.choices[0].token_ids[:8])
+        assert output.choices[0].token_ids == whole.choices[0].token_ids[8:]
+
 
 class TestTruncate:
+    def test_of_beams_that_live(self, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        handle = engine.submit([1, 2], BeamParams(width=2, max_tokens=6))
+        engine.step()
+        with pytest.raises(InvalidRequest, match="truncate: request 0 searches with beams"):
+            engine.truncate(handle, 3)
+        finish(engine)
+        engine.truncate(handle, 3)
+
     @pytest.mark.parametrize("kept", [0, 1, 3, 5])
     @pytest.mark.parametrize("moment", ["decoding", "preempted"])
     def test_one_that_lives_goes_on_from_there(self, make_engine: MakeEngine, kept: int, moment: str) -> None:
@@ -295,6 +340,11 @@ class TestPin:
         engine.pin([1] * 28)
         output = engine.generate([[2] * 40], SamplingParams(max_tokens=20, temperature=0.0))[0]
         assert output.choices[0].token_ids == answer([2] * 40, 20)
+
+    def test_of_something_else(self, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        with pytest.raises(InvalidRequest, match="pinned: 'x' given; allowed: what pin returned"):
+            engine.unpin("x")  # type: ignore[arg-type]
 
 
 class TestPriority:

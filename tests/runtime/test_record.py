@@ -123,3 +123,11 @@ def test_what_is_no_record(tmp_path: Path, text: str) -> None:
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"^record: .* cannot be read"):
         replay(tmp_path / "none.jsonl")
+
+
+def test_a_closed_engine_takes_what_is_left_to_do(tmp_path: Path) -> None:
+    with Engine(HashModel(), num_pages=8, record=tmp_path / "record.jsonl") as engine:
+        handle = engine.generate([[1, 2]], SamplingParams(max_tokens=2))[0].handle
+    engine.abort(handle)
+    engine.release(handle)
+    engine.close()
