@@ -194,7 +194,6 @@ class Expected:
             "num_cached": len(cached),
             "num_evictable": self.tree.evictable(held, self.moving()),
             "num_held": len(held & cached),
-            "num_swapping": len(self.device.swaps),
             "num_active": len({page for page in held if not self.tree.is_host(page)} - swapping),
             "num_host_cached": len(self.tree.pages) - len(cached),
             "num_tables": len(self.tables),

@@ -20,7 +20,7 @@ from .policy import POLICIES, EvictionPolicy
 from .pool import PagePool
 from .table import PageTable, Pin
 from .tails import LiveTails
-from .tokens import EMPTY, IntArray, Tokens, agreement, as_tokens
+from .tokens import EMPTY, IntArray, Tokens, agreement, as_tokens, count_after_last
 from .tree import Cut, RadixTree, Walk
 from .values import CacheStats, Explanation, Match, PageCopy, WritePlan
 
@@ -414,7 +414,6 @@ class RadixCache:
             num_cached=num_cached,
             num_evictable=self.num_evictable,
             num_held=int(np.count_nonzero(cached & (self.pool.refs[:stop] > 1))),
-            num_swapping=len(self.swaps),
             num_host_pages=self.pool.num_host_pages,
             num_host_free=self.pool.num_free_host,
             num_host_cached=self.tree.num_pages - num_cached,
@@ -637,8 +636,7 @@ class RadixCache:
         counts = self.pool.refs[page_ids]
         if self.swaps:
             counts -= np.array([self.swaps.naming(page) for page in page_ids.tolist()], np.int32)
-        held = np.flatnonzero(counts != 1)
-        return len(page_ids) - (int(held[-1]) + 1 if len(held) else 0)
+        return count_after_last(counts != 1)
 
     def _note(self, cut: Cut, by: str) -> None:
         """Write down who took pages off the tree; they keep their count for the caller to release."""

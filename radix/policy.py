@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from .prefixes import IdArray, PrefixIds
 from .shadow import GHOSTS_PER_PAGE, Ghosts, Shadow, remember
-from .tokens import IntArray
+from .tokens import IntArray, count_after_last
 
 Heat = Any  # opaque to the tree; values of one policy, between two of its changes of mind, order among themselves
 _TimeArray = npt.NDArray[np.int64]
@@ -89,7 +89,7 @@ class LRU:
 
     def count_as_cold(self, page_ids: IntArray) -> int:
         last = self._last[page_ids]
-        return _count_after_last(last > last[-1])
+        return count_after_last(last > last[-1])
 
     def clear(self) -> None:
         self._last[:] = 0
@@ -145,7 +145,7 @@ class LRU2:
 
     def count_as_cold(self, page_ids: IntArray) -> int:
         before, last = self._before[page_ids], self.last[page_ids]
-        return _count_after_last((before > before[-1]) | (last > last[-1]))
+        return count_after_last((before > before[-1]) | (last > last[-1]))
 
     def clear(self) -> None:
         self._ghosts.clear()
@@ -216,7 +216,7 @@ class Duel:
         if self._looks_back:
             return self._uses.count_as_cold(page_ids)
         last = self._uses.last[page_ids]
-        return _count_after_last(last > last[-1])
+        return count_after_last(last > last[-1])
 
     def clear(self) -> None:
         self._uses.clear()
@@ -225,8 +225,3 @@ class Duel:
 
 POLICIES: dict[str, Callable[..., EvictionPolicy]] = {"lru": LRU, "lru2": LRU2, "duel": Duel}
 """Policies by name; each takes `num_pages`, which counts the pages of both memories, and `page_size`."""
-
-
-def _count_after_last(warmer: npt.NDArray[np.bool_]) -> int:
-    found = np.flatnonzero(warmer)
-    return len(warmer) - (int(found[-1]) + 1 if len(found) else 0)

@@ -53,6 +53,12 @@ def key_agreement(a: bytes, b: bytes) -> int:
     return (8 * size - difference.bit_length()) // 32
 
 
+def count_after_last(flags: npt.NDArray[np.bool_]) -> int:
+    """Return how many entries come after the last true one; all where none is."""
+    found = np.flatnonzero(flags)
+    return len(flags) - (int(found[-1]) + 1 if len(found) else 0)
+
+
 def agreement(a: IntArray, b: IntArray) -> int:
     """Return how many leading tokens two arrays share. O(result), vectorised."""
     size = min(len(a), len(b))

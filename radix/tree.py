@@ -15,7 +15,7 @@ from sortedcontainers import SortedList
 
 from .node import Children, Node, Rank
 from .policy import EvictionPolicy
-from .tokens import EMPTY, IntArray, agreement, page_key
+from .tokens import EMPTY, IntArray, agreement, count_after_last, page_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,8 +346,7 @@ class RadixTree:
         if len(pages) == 1:
             return stop - 1
         warmer = (self._refs[pages] != 1) | (self.priority[pages] > self.priority[pages[-1]])
-        found = np.flatnonzero(warmer)
-        return stop - self.policy.count_as_cold(pages[int(found[-1]) + 1 if len(found) else 0 :])
+        return stop - self.policy.count_as_cold(pages[len(pages) - count_after_last(warmer) :])
 
     def _drop_children(self, node: Node) -> list[IntArray]:
         """Take all that is below `node`, in host pages alone, off the tree; return its edges, the ends first.

@@ -83,7 +83,6 @@ class CacheStats:
     num_cached: int  # owned by the tree
     num_evictable: int
     num_held: int  # owned by the tree and by someone else
-    num_swapping: int  # named by an unfinished copy to or from host memory
     num_host_pages: int
     num_host_free: int
     num_host_cached: int  # owned by the tree
@@ -91,7 +90,7 @@ class CacheStats:
     num_pins: int
     num_pinned: int  # distinct pages that pins hold
     num_copies: int  # between pages of the device
-    num_swaps: int  # copies to or from host memory
+    num_swaps: int  # unfinished copies to or from host memory: so many pages of each are swapping
     num_nodes: int  # roots included
     num_leaves: int
     num_namespaces: int
@@ -111,4 +110,4 @@ class CacheStats:
     @property
     def num_active(self) -> int:
         """Pages in use: neither free, nor swapping, nor cached and held by nobody."""
-        return self.num_pages - self.num_free - self.num_swapping - (self.num_cached - self.num_held)
+        return self.num_pages - self.num_free - self.num_swaps - (self.num_cached - self.num_held)

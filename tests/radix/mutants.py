@@ -198,8 +198,8 @@ MUTANTS = [
         priority_inside_a_leaf_is_ignored=("self.priority[pages] > self.priority[pages[-1]]", "pages < 0"),
         evict_takes_held_pages=("(self._refs[pages] != 1)", "(pages < 0)"),
         evict_takes_warmer_pages_of_the_leaf=(
-            "self.policy.count_as_cold(pages[int(found[-1]) + 1 if len(found) else 0 :])",
-            "len(pages[int(found[-1]) + 1 if len(found) else 0 :])",
+            "self.policy.count_as_cold(pages[len(pages) - count_after_last(warmer) :])",
+            "count_after_last(warmer)",
         ),
     ),
     *_of(
@@ -210,7 +210,7 @@ MUTANTS = [
     *_of(
         RadixCache,
         "_num_loose",
-        drop_takes_pages_that_others_hold=("held = np.flatnonzero(counts != 1)", "held = []"),
+        drop_takes_pages_that_others_hold=("count_after_last(counts != 1)", "len(page_ids)"),
         drop_stops_at_what_is_under_way=("if self.swaps:", "if False:"),
     ),
     *_of(

@@ -6,14 +6,7 @@ import pytest
 
 from radixrt.radix import Explanation, RadixCache
 
-
-def put(cache: RadixCache, tokens: list[int], label: str = "", *, tail: bool = False) -> None:
-    table = cache.open(tokens, label=label)
-    plan = cache.extend(table, tokens[table.seq_len :])
-    assert plan is not None
-    cache.copies_done(plan)
-    cache.publish(table, tail=tail)
-    cache.close(table)
+from .sequences import put
 
 
 def test_nothing_cached_explains_nothing() -> None:
@@ -24,7 +17,7 @@ def test_nothing_cached_explains_nothing() -> None:
 
 def test_a_whole_match_has_no_divergence() -> None:
     cache = RadixCache(num_pages=4, page_size=2)
-    put(cache, [1, 2, 3, 4], "first")
+    put(cache, [1, 2, 3, 4], label="first")
     for seq_len in range(5):
         assert cache.explain([1, 2, 3, 4][:seq_len]) == Explanation(matched=seq_len)
 
@@ -32,7 +25,7 @@ def test_a_whole_match_has_no_divergence() -> None:
 @pytest.mark.parametrize("at", range(6))
 def test_divergence_names_place_tokens_and_publisher(at: int) -> None:
     cache = RadixCache(num_pages=8, page_size=2)
-    put(cache, [1, 2, 3, 4, 5, 6], "first")
+    put(cache, [1, 2, 3, 4, 5, 6], label="first")
     wanted = [1, 2, 3, 4, 5, 6]
     wanted[at] = 9
     assert cache.explain(wanted) == Explanation(
@@ -42,10 +35,10 @@ def test_divergence_names_place_tokens_and_publisher(at: int) -> None:
 
 def test_each_part_of_an_edge_keeps_its_publisher() -> None:
     cache = RadixCache(num_pages=16, page_size=2)
-    put(cache, [1, 2], "first")
-    put(cache, [1, 2, 3, 4], "second")  # the same edge, grown
-    put(cache, [1, 2, 3, 4, 5, 6], "third")
-    put(cache, [1, 2, 9, 9], "fourth")  # splits it
+    put(cache, [1, 2], label="first")
+    put(cache, [1, 2, 3, 4], label="second")  # the same edge, grown
+    put(cache, [1, 2, 3, 4, 5, 6], label="third")
+    put(cache, [1, 2, 9, 9], label="fourth")  # splits it
     assert cache.explain([7]).diverged_from == "first"
     assert cache.explain([1, 2, 3, 7]).diverged_from == "second"
     assert cache.explain([1, 2, 3, 4, 5, 7]).diverged_from == "third"
@@ -54,7 +47,7 @@ def test_each_part_of_an_edge_keeps_its_publisher() -> None:
 
 def test_the_end_of_what_is_cached_is_no_divergence() -> None:
     cache = RadixCache(num_pages=8, page_size=4)
-    put(cache, [1, 2, 3, 4, 5, 6], "first", tail=True)
+    put(cache, [1, 2, 3, 4, 5, 6], label="first", tail=True)
     assert cache.explain([1, 2, 3, 4, 5, 6, 7]) == Explanation(matched=6, got=7)
 
 
@@ -70,7 +63,7 @@ def test_divergence_from_a_live_sequence() -> None:
 
 def test_the_ledger_names_who_evicted_the_rest() -> None:
     cache = RadixCache(num_pages=8, page_size=2)
-    put(cache, [1, 2, 3, 4, 5, 6], "first")
+    put(cache, [1, 2, 3, 4, 5, 6], label="first")
     assert cache.evict(1, by="hungry") == 1
     explained = cache.explain([1, 2, 3, 4, 5, 6])
     assert (explained.matched, explained.got, explained.evicted_by) == (4, 5, "hungry")
@@ -86,7 +79,7 @@ def test_the_ledger_names_who_evicted_the_rest() -> None:
 def test_extend_signs_its_evictions_with_by_or_the_label() -> None:
     for by, signed in (("step 7", "step 7"), ("", "second")):
         cache = RadixCache(num_pages=2, page_size=2)
-        put(cache, [1, 2, 3, 4], "first")
+        put(cache, [1, 2, 3, 4], label="first")
         table = cache.open([5, 6], label="second")
         assert cache.extend(table, [5, 6], by=by) is not None
         assert cache.explain([1, 2, 3]).evicted_by == signed

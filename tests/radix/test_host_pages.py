@@ -7,15 +7,7 @@ import pytest
 
 from radixrt.radix import CacheError, LiveTables, PageCopy, RadixCache
 
-
-def put(cache: RadixCache, tokens: list[int], *, tail: bool = False, priority: int = 0) -> None:
-    table = cache.open(tokens, priority=priority)
-    plan = cache.extend(table, tokens[table.seq_len :])
-    assert plan is not None
-    cache.copies_done(plan)
-    cache.publish(table, tail=tail)
-    cache.close(table)
-    cache.check()
+from .sequences import put
 
 
 def a_cache(num_pages: int = 8, num_host_pages: int = 8, page_size: int = 2) -> RadixCache:

@@ -5,24 +5,17 @@ The reference of the test kit says the same at length (test_machine.py); this sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
 from radixrt.radix import POLICIES, CacheError, Duel, RadixCache
 
+from . import sequences
+
+put = partial(sequences.put, tail=True)
+
 ALL = sorted(POLICIES)
-
-
-def put(cache: RadixCache, tokens: Sequence[int], namespace: str = "", *, priority: int = 0, tail: bool = True) -> None:
-    """One request from open to close."""
-    table = cache.open(tokens, namespace, priority=priority)
-    plan = cache.extend(table, tokens[table.seq_len :])
-    assert plan is not None
-    cache.copies_done(plan)
-    cache.publish(table, tail=tail)
-    cache.close(table)
-    cache.check()
 
 
 def order_of_eviction(cache: RadixCache, *sequences: list[int]) -> list[int]:
@@ -92,7 +85,7 @@ def test_what_comes_back_has_been_used_before() -> None:
 def test_ghosts_are_of_one_namespace_and_of_one_path() -> None:
     for other, namespace in (([1], "tenant"), ([2, 1], "")):
         cache = RadixCache(num_pages=4, page_size=1, policy="lru2")
-        put(cache, other, namespace)
+        put(cache, other, namespace=namespace)
         cache.evict(4)
         put(cache, [1])
         put(cache, [3])
@@ -279,7 +272,7 @@ def test_drop_leaves_what_somebody_holds() -> None:
 
 def test_drop_is_of_one_namespace() -> None:
     cache = RadixCache(num_pages=8, page_size=1)
-    put(cache, [1], "a")
+    put(cache, [1], namespace="a")
     assert (cache.drop([1]), cache.drop([1], namespace="b"), cache.drop([1], namespace="a")) == (0, 0, 1)
     assert cache.stats().num_namespaces == 0
 

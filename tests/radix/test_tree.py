@@ -9,16 +9,7 @@ from radixrt.radix import CacheStats, RadixCache
 from radixrt.radix.buffer import IntBuffer
 from radixrt.radix.tokens import agreement, key_agreement, page_key
 
-
-def put(cache: RadixCache, tokens: list[int], *, tail: bool = False, namespace: str = "") -> None:
-    """Run one sequence from open to close."""
-    table = cache.open(tokens, namespace)
-    plan = cache.extend(table, tokens[table.seq_len :])
-    assert plan is not None
-    cache.copies_done(plan)
-    cache.publish(table, tail=tail)
-    cache.close(table)
-    cache.check()
+from .sequences import put
 
 
 def edges(cache: RadixCache) -> list[list[int]]:
