@@ -34,6 +34,20 @@ class LayerKV:
     k: torch.Tensor
     v: torch.Tensor
 
+    @classmethod
+    def by_slot(
+        cls, num_pages: int, page_size: int, shape: LayerShape, dtype: torch.dtype, device: torch.device
+    ) -> LayerKV:
+        """Zeros in the plain layout `[num_pages + 1, page_size, num_heads, dim]`: a slot is one of the first two."""
+        size = (num_pages + 1, page_size, shape.num_heads)
+        k, v = (torch.zeros(*size, dim, dtype=dtype, device=device) for dim in (shape.key_dim, shape.value_dim))
+        return cls(k, v)
+
+    def fill_slots(self, slots: IntArray, value: float) -> None:
+        """Fill these slots of a cache in the plain layout."""
+        for cache in (self.k, self.v):
+            cache.flatten(0, 1).index_fill_(0, torch.tensor(slots, device=cache.device), value)
+
 
 class AttentionBackend(Protocol):
     """Paged attention over caches that it lays out itself; slot = page * page_size + offset."""

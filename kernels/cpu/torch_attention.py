@@ -39,9 +39,7 @@ class TorchAttention:
     def allocate(
         self, num_pages: int, page_size: int, shape: LayerShape, dtype: torch.dtype, device: torch.device
     ) -> LayerKV:
-        size = (num_pages + 1, page_size, shape.num_heads)
-        k, v = (torch.zeros(*size, dim, dtype=dtype, device=device) for dim in (shape.key_dim, shape.value_dim))
-        return LayerKV(k, v)
+        return LayerKV.by_slot(num_pages, page_size, shape, dtype, device)
 
     def prepare(self, plan: AttentionPlan, write_rows: IntArray, write_slots: IntArray) -> _Step:
         in_order = np.array_equal(write_rows, np.arange(plan.num_rows))
@@ -75,10 +73,8 @@ class TorchAttention:
                 other.index_copy_(0, written, cache.index_select(0, read))
 
     def fill_slots(self, layers: Sequence[LayerKV], slots: IntArray, value: float) -> None:
-        index = torch.from_numpy(slots)
         for kv in layers:
-            for cache in (kv.k, kv.v):
-                _by_slot(cache).index_fill_(0, index, value)
+            kv.fill_slots(slots, value)
 
     def unpack(self, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
         return kv.k.clone(), kv.v.clone()

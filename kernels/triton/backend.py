@@ -82,9 +82,7 @@ class TritonAttention:
         self, num_pages: int, page_size: int, shape: LayerShape, dtype: torch.dtype, device: torch.device
     ) -> LayerKV:
         configs(dtype, max(shape.key_dim, shape.value_dim), self._capability)  # raises for what is not served
-        size = (num_pages + 1, page_size, shape.num_heads)
-        k, v = (torch.zeros(*size, dim, dtype=dtype, device=device) for dim in (shape.key_dim, shape.value_dim))
-        return LayerKV(k, v)
+        return LayerKV.by_slot(num_pages, page_size, shape, dtype, device)
 
     def prepare(self, plan: AttentionPlan, write_rows: IntArray, write_slots: IntArray) -> Step:
         positions, page_ids, row_ids, rows, slots = self._send(
@@ -153,10 +151,8 @@ class TritonAttention:
         )
 
     def fill_slots(self, layers: Sequence[LayerKV], slots: IntArray, value: float) -> None:
-        index = torch.tensor(slots)
         for kv in layers:
-            for cache in (kv.k, kv.v):
-                cache.view(-1, *cache.shape[2:]).index_fill_(0, index.to(cache.device), value)
+            kv.fill_slots(slots, value)
 
     def unpack(self, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
         return kv.k.clone(), kv.v.clone()

@@ -25,6 +25,7 @@ from radixrt.kernels.cpu.native import NativeAttention, Prepared
 from radixrt.kernels.plan import GROUP_LEN, AttentionPlan, IntArray, build_plan
 
 from ..plans import random_plan
+from .pools import pages_go_to_another_pool_and_back
 
 CPU = torch.device("cpu")
 NEVER = 2**62  # a sharing cost that no run reaches
@@ -396,19 +397,7 @@ def test_writes_copies_and_fills_agree(backend: NativeAttention, dtype: torch.dt
 
 
 def test_pages_go_to_another_pool_and_back(backend: NativeAttention) -> None:
-    generator = torch.Generator().manual_seed(0)
-    layers = [backend.allocate(6, 16, LayerShape(2, 32, 32), torch.float32, CPU) for _ in range(3)]
-    others = [backend.allocate(3, 16, LayerShape(2, 32, 32), torch.float32, CPU) for _ in range(3)]
-    for kv in layers:
-        for cache in (kv.k, kv.v):
-            cache.copy_(torch.randn(cache.shape, generator=generator))
-    wanted = [(kv.k[[2, 5]].clone(), kv.v[[2, 5]].clone()) for kv in layers]
-    backend.copy_pages(layers, others, np.array([2, 5]), np.array([1, 3]))
-    backend.copy_pages(others, layers, np.array([1, 3]), np.array([6, 1]))
-    for kv, (k, v) in zip(layers, wanted, strict=True):
-        assert torch.equal(kv.k[[6, 1]], k)
-        assert torch.equal(kv.v[[6, 1]], v)
-        assert torch.equal(kv.k[[2, 5]], k)
+    pages_go_to_another_pool_and_back(backend, page_size=16, shape=LayerShape(2, 32, 32))
 
 
 def test_it_runs_on_torchs_own_threads(backend: NativeAttention) -> None:

@@ -17,6 +17,8 @@ from radixrt.kernels.cpu import torch_exact, torch_jobs, torch_tiles, torch_tree
 from radixrt.kernels.cpu.torch_attention import TorchAttention
 from radixrt.kernels.plan import AttentionPlan, build_plan, group_len
 
+from .pools import pages_go_to_another_pool_and_back
+
 _BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 _NEVER = 1 << 60  # a sharing cost that no run of pages is worth
 
@@ -448,18 +450,4 @@ def test_writes_copies_and_fills_agree(dtype: torch.dtype) -> None:
 
 
 def test_pages_go_to_another_pool_and_back() -> None:
-    backend = TorchAttention()
-    layers, others = (
-        [backend.allocate(n, 4, LayerShape(2, 3, 5), torch.float32, torch.device("cpu")) for _ in range(2)]
-        for n in (6, 3)
-    )
-    for kv in layers:
-        kv.k.copy_(torch.randn(kv.k.shape))
-        kv.v.copy_(torch.randn(kv.v.shape))
-    wanted = [(kv.k[[2, 5]].clone(), kv.v[[2, 5]].clone()) for kv in layers]
-    backend.copy_pages(layers, others, np.array([2, 5]), np.array([1, 3]))
-    backend.copy_pages(others, layers, np.array([1, 3]), np.array([6, 1]))
-    for kv, (k, v) in zip(layers, wanted, strict=True):
-        assert torch.equal(kv.k[[6, 1]], k)
-        assert torch.equal(kv.v[[6, 1]], v)
-        assert torch.equal(kv.k[[2, 5]], k)
+    pages_go_to_another_pool_and_back(TorchAttention(), page_size=4, shape=LayerShape(2, 3, 5))
