@@ -64,19 +64,9 @@ class Sizes:
 
     def batch(self, texts: np.ndarray, first: int, count: int, start: int, stop: int) -> Batch:
         """Positions `[start, stop)` of sequences `[first, first + count)`; logits of the last row of each."""
-        length, num_pages = stop - start, -(-stop // PAGE_SIZE)
-        table = 1 + np.arange(first, first + count)[:, None] * self.pages_each + np.arange(num_pages)
-        positions = np.arange(start, stop)
-        return Batch(
-            token_ids=texts[first : first + count, start:stop].reshape(-1),
-            positions=np.tile(positions, count),
-            write_rows=np.arange(count * length),
-            write_slots=(table[:, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE).reshape(-1),
-            row_indptr=np.arange(count + 1) * length,
-            page_indptr=np.arange(count + 1) * num_pages,
-            page_ids=table.reshape(-1),
-            namespaces=("",) * count,
-            logit_rows=np.arange(1, count + 1) * length - 1,
+        tables = 1 + np.arange(first, first + count)[:, None] * self.pages_each + np.arange(-(-stop // PAGE_SIZE))
+        return Batch.side_by_side(
+            texts[first : first + count, start:stop], start=start, tables=tables, page_size=PAGE_SIZE
         )
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from radixrt.kernels.plan import AttentionPlan, IntArray, build_plan
 
 
@@ -30,6 +32,26 @@ class Batch:
     page_ids: IntArray  # [page_indptr[-1]]
     namespaces: tuple[str, ...]  # [S]
     logit_rows: IntArray  # [R] rows whose logits are wanted, ascending
+
+    @classmethod
+    def side_by_side(cls, token_ids: IntArray, *, start: int, tables: IntArray, page_size: int) -> Batch:
+        """Positions `[start, start + n)` of several sequences, each over pages of its own; logits of each last row.
+
+        `token_ids` [S, n], `tables` [S, pages up to the last position].
+        """
+        count, length = token_ids.shape
+        positions = np.arange(start, start + length)
+        return cls(
+            token_ids=token_ids.reshape(-1),
+            positions=np.tile(positions, count),
+            write_rows=np.arange(count * length),
+            write_slots=(tables[:, positions // page_size] * page_size + positions % page_size).reshape(-1),
+            row_indptr=np.arange(count + 1) * length,
+            page_indptr=np.arange(count + 1) * tables.shape[1],
+            page_ids=tables.reshape(-1),
+            namespaces=("",) * count,
+            logit_rows=np.arange(1, count + 1) * length - 1,
+        )
 
     @property
     def num_rows(self) -> int:

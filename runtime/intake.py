@@ -108,8 +108,7 @@ class Intake:
         child.num_branches = given.num_branches
         child.found_len = at
         child.constraint = self._fork_constraint(parent, choice, params, at=at, extra_len=len(extra))
-        goes_on = child.constraint is not None and params is None and not extra
-        child.grammar_start = min(at, sequence.grammar_start) if goes_on else child.num_tokens
+        child.grammar_start = _grammar_start(sequence, params, at=at, extra_len=len(extra))
         paths = parent.next_fork(choice, given.num_branches)
         child.path = paths[0]
         ancestors = parent.ancestors | {(parent.handle.number, choice)}
@@ -135,8 +134,8 @@ class Intake:
     ) -> Constraint | None:
         """A fork's: where nothing but the place is told, it goes on in its parent's grammar."""
         sequence, given = parent.branch(choice), _fork_params(parent, params)
-        goes_on = params is None and not extra_len
-        return self._constraint(given, sequence.tokens[sequence.grammar_start : at].tolist() if goes_on else [])
+        start = _grammar_start(sequence, params, at=at, extra_len=extra_len)
+        return self._constraint(given, sequence.tokens[start:at].tolist())
 
     def _search(self, params: Params, sequence: Sequence) -> BeamSearch | None:
         if not isinstance(params, BeamParams):
@@ -230,6 +229,11 @@ def _fork_params(parent: Request, params: Params | None) -> Params:
     if isinstance(parent.params, BeamParams):
         raise InvalidRequest("params: none given; a fork of a beam search needs its own")
     return replace(parent.params, n=1, best_of=None)
+
+
+def _grammar_start(parent: Sequence, params: Params | None, *, at: int, extra_len: int) -> int:
+    """Where the text of a fork's grammar begins: with its parent's, unless more than the place is told."""
+    return min(at, parent.grammar_start) if params is None and not extra_len else at + extra_len
 
 
 def _drawn_with(params: Params) -> SamplingParams:

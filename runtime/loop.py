@@ -127,12 +127,12 @@ class Loop:
 
     def _logits(self, plan: StepPlan, sound: list[Entry], forward: Forward) -> list[tuple[Sequence, torch.Tensor]]:
         """The sequences that get a next token, and its logits."""
-        sequences = [entry.sequence for entry in sound if entry.samples]
-        if not sequences:
+        sampling = [entry for entry in sound if entry.samples]
+        if not sampling:
             return []
-        index = np.searchsorted(plan.logit_rows, [entry.rows[-1] for entry in sound if entry.samples])
+        index = np.searchsorted(plan.logit_rows, [entry.rows[-1] for entry in sampling])
         logits = forward.logits.cpu()
-        return [(sequence, logits[at]) for sequence, at in zip(sequences, index, strict=True)]
+        return [(entry.sequence, logits[at]) for entry, at in zip(sampling, index, strict=True)]
 
     def _draw(self, sequence: Sequence, logits: torch.Tensor) -> list[Sampled]:
         """The next token, or one of each choice where they begin to differ; none in a search, which waits for all."""
@@ -244,7 +244,7 @@ class Loop:
             self.scheduler.enqueue(child)
         for branch in given_up:
             self.scheduler.remove(branch)
-            self.cache.drop(branch.tokens, branch.output_start, branch.namespace)
+            self._drop(branch, branch.output_start)
 
     # -- beginnings and ends --------------------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class Loop:
         self.counters.forks += 1
         stop = min(parent.computed_len, max_len)
         if parent.table is not None and stop:
-            child.table = self.cache.fork(parent.table, f"request {child.number}")
+            child.table = self.cache.fork(parent.table, child.label)
             self.cache.truncate(child.table, stop)
             self.counters.add_cached(child, stop)
 
@@ -277,7 +277,7 @@ class Loop:
         if request is not None:
             self.requests.forget(handle)
             for branch in request.branches:
-                self.cache.drop(branch.tokens, branch.output_start, branch.namespace)
+                self._drop(branch, branch.output_start)
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """The one way a choice ends: what it has computed stays in the cache, everything else is given back."""
@@ -285,9 +285,7 @@ class Loop:
         if request.search is not None:
             self._end_search(request, reason, error)
             return
-        if sequence.table is not None and self._config.prefix_cache and reason != "error":
-            self.cache.publish(sequence.table, tail=True)
-        self.scheduler.remove(sequence)
+        self._leave(sequence, reason)
         self.meter.ended(sequence)
         sequence.constraint = None  # it holds memory; a fork follows the grammar anew
         text = sequence.detokenizer.flush() if sequence.detokenizer is not None else ""
@@ -301,11 +299,15 @@ class Loop:
     def _end_search(self, request: Request, reason: FinishReason | None = None, error: str | None = None) -> None:
         """A search ends as a whole, by itself or for `reason`."""
         for beam in request.branches:
-            if beam.table is not None and self._config.prefix_cache and reason != "error":
-                self.cache.publish(beam.table, tail=True)
-            self.scheduler.remove(beam)
+            self._leave(beam, reason)
         request.end_search(reason, error)
         self._finish(request)
+
+    def _leave(self, sequence: Sequence, reason: FinishReason | None) -> None:
+        """A sequence gives its pages up; where nothing is wrong with them, the cache keeps them."""
+        if sequence.table is not None and self._config.prefix_cache and reason != "error":
+            self.cache.publish(sequence.table, tail=True)
+        self.scheduler.remove(sequence)
 
     def _finish(self, request: Request) -> None:
         """All choices have ended."""
@@ -319,7 +321,11 @@ class Loop:
         if request.cache != "all":
             for branch in request.branches:
                 kept = branch.output_start if request.cache == "prompt" else branch.found_len
-                self.cache.drop(branch.tokens, kept, branch.namespace)
+                self._drop(branch, kept)
+
+    def _drop(self, sequence: Sequence, keep_len: int) -> None:
+        """What only this sequence has after its first `keep_len` tokens will not be used again."""
+        self.cache.drop(sequence.tokens, keep_len, sequence.namespace)
 
     # -- events ---------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,6 @@ class Pins:
     """The pins of one engine. The cache bounds the pages that they hold together."""
 
     def __init__(self, cache: RadixCache) -> None:
-        self.num_given_way = 0
         self._last = 0
         self.start_over(cache)
 
@@ -62,7 +61,6 @@ class Pins:
         """End the oldest pin, because a request could not go on otherwise; False where there is none."""
         for number in self._pins:
             self._cache.unpin(self._pins.pop(number)[0])
-            self.num_given_way += 1
             return True
         return False
 

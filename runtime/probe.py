@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -133,19 +133,9 @@ def _differs_among_many(hf_model: Any, binding: Binding, pool: KVPool, token_ids
     num_pages = -(-length // _PAGE_SIZE)
     for copies in _COPIES:
         many = KVPool(pool.backend, copies * num_pages, _PAGE_SIZE, pool.dtype, token_ids.device)
-        positions = np.arange(length)
         tables = 1 + np.arange(copies * num_pages).reshape(copies, num_pages)
-        batch = Batch(
-            token_ids=np.tile(token_ids[:length].numpy(force=True), copies),
-            positions=np.tile(positions, copies),
-            write_rows=np.arange(copies * length),
-            write_slots=(tables[:, positions // _PAGE_SIZE] * _PAGE_SIZE + positions % _PAGE_SIZE).reshape(-1),
-            row_indptr=np.arange(copies + 1) * length,
-            page_indptr=np.arange(copies + 1) * num_pages,
-            page_ids=tables.reshape(-1),
-            namespaces=("",) * copies,
-            logit_rows=np.arange(1, copies + 1) * length - 1,
-        )
+        prompts = np.tile(token_ids[:length].numpy(force=True), (copies, 1))
+        batch = Batch.side_by_side(prompts, start=0, tables=tables, page_size=_PAGE_SIZE)
         output = run_packed(hf_model, binding, prepare(many, batch, exact=True), batch, output_hidden_states=True)
         for index, state in enumerate(output.hidden_states or ()):
             its = state.unflatten(-2, (copies, length))
@@ -208,20 +198,11 @@ def _chunk(
 ) -> _Chunk:
     """Run tokens `[start, stop)`, which read the ones before them from the pool; logits of every second row."""
     pages = np.random.default_rng(0).permutation(pool.num_pages) + 1
-    positions = np.arange(start, stop)
-    used = pages[: (stop - 1) // _PAGE_SIZE + 1]
+    table = pages[: (stop - 1) // _PAGE_SIZE + 1]
     rows = np.arange(0, stop - start, 2)
-    batch = Batch(
-        token_ids=token_ids[start:stop].numpy(force=True),
-        positions=positions,
-        write_rows=positions - start,
-        write_slots=pages[positions // _PAGE_SIZE] * _PAGE_SIZE + positions % _PAGE_SIZE,
-        row_indptr=np.array([0, stop - start]),
-        page_indptr=np.array([0, len(used)]),
-        page_ids=used,
-        namespaces=("",),
-        logit_rows=rows,
-    )
+    chunk = token_ids[start:stop].numpy(force=True)
+    batch = Batch.side_by_side(chunk[None], start=start, tables=table[None], page_size=_PAGE_SIZE)
+    batch = replace(batch, logit_rows=rows)
     step = prepare(pool, batch, exact=exact)
     with _body(hf_model, batch.num_rows) as body:
         output = run_packed(hf_model, binding, step, batch, output_hidden_states=True)

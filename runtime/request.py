@@ -135,7 +135,7 @@ class Request:
         branch = self.branch(choice.index)
         if choice.finish_reason in ("abort", "error") or not branch.num_output_tokens:
             return float("-inf")
-        return branch.total_logprob / branch.num_output_tokens
+        return sum(token.sampled.logprob for token in branch.logprobs) / branch.num_output_tokens
 
     def _usage(self) -> Usage:
         paying = self.branches + self._gone

@@ -292,7 +292,7 @@ class Scheduler:
                 return match
             if not self._must_go(plan, sequence) and not self._fits(plan, sequence, match, room):
                 return None
-            self.fetching[sequence] = self.tier.fetch(self._known(sequence), sequence.namespace, _label(sequence))
+            self.fetching[sequence] = self.tier.fetch(self._known(sequence), sequence.namespace, sequence.label)
         return self._match(sequence) if all(transfer.is_over for transfer in self.fetching[sequence]) else None
 
     def _merit(self, sequence: Sequence, match: Match) -> int:
@@ -349,7 +349,7 @@ class Scheduler:
         """A table of what the cache has of it."""
         again, sequence.was_opened = sequence.was_opened, True
         known, name = self._known(sequence), sequence.namespace
-        return self.cache.open(known, name, _label(sequence), priority=sequence.priority, again=again)
+        return self.cache.open(known, name, sequence.label, priority=sequence.priority, again=again)
 
     def _known(self, sequence: Sequence) -> TokenArray:
         """What the cache may serve: all but the last token, whose row must run for its logits."""
@@ -430,7 +430,3 @@ def _remove(queue: list[Sequence], sequence: Sequence) -> None:
 
 def _age(sequence: Sequence) -> tuple[int, int]:
     return sequence.key
-
-
-def _label(sequence: Sequence) -> str:
-    return f"request {sequence.number}"

@@ -63,7 +63,6 @@ class Sequence:
     cached_tokens: int = 0
     computed_tokens: int = 0
     recomputed_tokens: int = 0
-    total_logprob: float = 0.0  # of its output, where log-probabilities are computed
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -75,6 +74,11 @@ class Sequence:
     def key(self) -> tuple[int, int]:
         """Orders the sequences of an engine by age."""
         return self.handle.number, self.choice
+
+    @property
+    def label(self) -> str:
+        """What the cache calls it."""
+        return f"request {self.number}"
 
     @property
     def tokens(self) -> TokenArray:
@@ -134,7 +138,6 @@ class Sequence:
         self.text.append(text)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-            self.total_logprob += logprobs.sampled.logprob
 
     def truncate(self, num_tokens: int) -> None:
         """Forget the output from token `num_tokens` on, as if it had not been sampled; not what it has cost. O(output).
@@ -154,13 +157,11 @@ class Sequence:
             self.detokenizer = self.first_detokenizer.copy()
             self.text = [self.detokenizer.add(token_id) for token_id in self.tokens[self.output_start :].tolist()]
         self.logprobs = self.logprobs[: self.num_output_tokens]
-        self.total_logprob = sum(token.sampled.logprob for token in self.logprobs)
 
     def take_over(self, other: Sequence) -> None:
         """Own the tokens of a branch of this one that has ended, as if they were its output."""
-        copied = other.branch(self.handle, other.params)
-        self._buffer, self._generated, self.num_tokens = copied._buffer, copied._generated, copied.num_tokens
-        self.detokenizer = copied.detokenizer
+        self._buffer, self._generated, self.num_tokens = other.tokens.copy(), other.generated.copy(), other.num_tokens
+        self.detokenizer = other.detokenizer.copy() if other.detokenizer is not None else None
         self.history = History(self.tokens[: self.output_start].copy())
         for token_id in self.tokens[self.output_start :].tolist():
             self.history.add(token_id)
@@ -199,7 +200,6 @@ class Sequence:
             cached_tokens=0,
             computed_tokens=0,
             recomputed_tokens=0,
-            total_logprob=0.0,
             text=[],
             logprobs=[],
         )

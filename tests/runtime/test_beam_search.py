@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,9 @@ from radixrt.runtime.testing import ByteTokenizer, HashModel
 from radixrt.runtime.transformer import TransformerModel
 
 from . import tiny
+from .conftest import MakeEngine
 from .test_host_tier import delays
 
-MakeEngine = Callable[..., Engine]
 VOCAB = 40
 
 

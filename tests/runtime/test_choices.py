@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings, strategies as st
@@ -22,7 +20,7 @@ from radixrt.runtime import (
 from radixrt.runtime.intake import branch_pages
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
-MakeEngine = Callable[..., Engine]
+from .conftest import MakeEngine
 
 
 def held_pages(engine: Engine) -> int:
@@ -31,11 +29,9 @@ def held_pages(engine: Engine) -> int:
     return len(np.unique(np.concatenate([table.page_ids for table in tables]))) if tables else 0
 
 
-def lone(prompt: list[int], params: SamplingParams, number: int = 0) -> Output:
-    """The request's output in an unlimited engine without a cache, as the request of this number."""
+def lone(prompt: list[int], params: SamplingParams) -> Output:
+    """The request's output in an unlimited engine without a cache."""
     with Engine(HashModel(), num_pages=4096, page_size=4, prefix_cache=False, tokenizer=ByteTokenizer()) as engine:
-        for _ in range(number):
-            engine.abort(engine.submit([1]))
         return engine.generate([prompt], params)[0]
 
 

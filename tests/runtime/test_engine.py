@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,8 @@ from radixrt.runtime import (
 from radixrt.runtime.batch import Batch
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
-MakeEngine = Callable[..., Engine]
+from .conftest import MakeEngine
+
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
 

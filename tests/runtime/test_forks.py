@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,8 @@ import pytest
 from radixrt.runtime import BeamParams, Engine, FinishEvent, Handle, InvalidRequest, Output, SamplingParams
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
-MakeEngine = Callable[..., Engine]
+from .conftest import MakeEngine
+
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
 

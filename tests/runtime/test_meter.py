@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, strategies as st
 
-from radixrt.runtime import Engine, SamplingParams
+from radixrt.runtime import SamplingParams
 from radixrt.runtime.meter import Durations, Meter
 from radixrt.runtime.testing import HashModel
 
-MakeEngine = Callable[..., Engine]
+from .conftest import MakeEngine
 
 
 class Clock:

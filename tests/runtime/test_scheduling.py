@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,8 @@ from radixrt.runtime.counting import trie_size
 from radixrt.runtime.intake import branch_pages
 from radixrt.runtime.testing import HashModel
 
-MakeEngine = Callable[..., Engine]
+from .conftest import MakeEngine
+
 VOCAB = 30
 UNLIMITED = 2**31 - 1
 FORKED = SamplingParams(max_tokens=4, temperature=0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,8 @@ from hypothesis import given, strategies as st
 from radixrt.runtime import Engine, Handle, SamplingParams, trie_size
 from radixrt.runtime.testing import HashModel
 
-MakeEngine = Callable[..., Engine]
+from .conftest import MakeEngine
+
 FIRST = SamplingParams(max_tokens=1, temperature=0.0)  # nothing is fed back, so every row is a prompt's
 
 
