@@ -10,13 +10,14 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any, TextIO
 
 from radixrt.runtime import InvalidRequest
 
 from .driver import Driver
 from .scope import Failed, Ok
+from .threads import run_threads
 
 Row = Mapping[str, Any]
 
@@ -78,35 +79,27 @@ def in_threads(
     broken: list[BaseException] = []
 
     def work() -> None:
-        with driver.joining():
-            while not broken:
-                with lock:
-                    number = next(left, None)
-                if number is None:
-                    return
-                try:
-                    results[number] = Ok(one(number))
-                except Exception as error:
-                    results[number] = Failed(error)
-                except BaseException as error:
-                    broken.append(error)
-                    stop()
+        while not broken:
+            with lock:
+                number = next(left, None)
+            if number is None:
+                return
+            try:
+                results[number] = Ok(one(number))
+            except Exception as error:
+                results[number] = Failed(error)
+            except BaseException as error:
+                cancel(error)
 
-    threads = [Thread(target=work, daemon=True) for _ in range(min(concurrency, len(numbers)))]
-    driver.expect(len(threads))
-    try:
-        with driver.away():
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-    except BaseException as error:
+    def cancel(error: BaseException) -> None:
         broken.append(error)
         stop()
-        for thread in threads:
-            thread.join()
-    if broken:
-        raise broken[0]
+
+    try:
+        run_threads(driver, [work] * min(concurrency, len(numbers)), cancel)
+    finally:
+        if broken:
+            raise broken[0]
     return results
 
 

@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from threading import Lock, Thread
+from functools import partial
+from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, overload
 
@@ -18,6 +19,7 @@ from radixrt.runtime import InvalidRequest
 from .content import Content
 from .failures import BranchCancelled, StateMisuse, annotate
 from .state import State
+from .threads import run_threads
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -245,7 +247,6 @@ async def _in_tasks(
 
 
 def _in_threads(parent: State, states: Sequence[State], function: Callable[[State], Any], on_error: OnError) -> Any:
-    driver = parent._driver
     results: list[Any] = [None] * len(states)
     errors: list[tuple[int, BaseException]] = []  # in the order in which they came
     numbers, lock = iter(range(len(states))), Lock()
@@ -255,39 +256,26 @@ def _in_threads(parent: State, states: Sequence[State], function: Callable[[Stat
             return next(numbers, None)
 
     def work() -> None:
-        with driver.joining():
-            while (number := next_number()) is not None:
-                try:
-                    value = function(states[number])
-                    results[number] = Ok(value) if on_error == "collect" else value
-                except Exception as error:
-                    annotate(error, f"in {states[number]._where}")
-                    results[number] = Failed(error)
-                    if on_error == "raise":
-                        errors.append((number, error))
-                        cancel()
-                except BaseException as error:  # a cancelled branch, or an interrupt
+        while (number := next_number()) is not None:
+            try:
+                value = function(states[number])
+                results[number] = Ok(value) if on_error == "collect" else value
+            except Exception as error:
+                annotate(error, f"in {states[number]._where}")
+                results[number] = Failed(error)
+                if on_error == "raise":
                     errors.append((number, error))
-                    cancel()
+                    cancel(error)
+            except BaseException as error:  # a cancelled branch, or an interrupt
+                errors.append((number, error))
+                cancel(error)
 
-    def cancel() -> None:
+    def cancel(_: BaseException) -> None:
         for state in states:
             state.close(BranchCancelled())
 
     num_threads = min(len(states), MAX_THREADS)
-    threads = [Thread(target=copy_context().run, args=(work,), daemon=True) for _ in range(num_threads)]
-    driver.expect(num_threads)
-    try:
-        with driver.away():
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-    except BaseException:  # an interrupt: nobody outlives the scope
-        cancel()
-        for thread in threads:
-            thread.join()
-        raise
+    run_threads(parent._driver, [partial(copy_context().run, work) for _ in range(num_threads)], cancel)
     if errors:
         raise errors[0][1]
     return results
