@@ -162,9 +162,9 @@ void radixrt_attend_float32(Step* step, const Call* call) { attend<Float32>(*ste
 
 void radixrt_attend_bfloat16(Step* step, const Call* call) { attend<BFloat16>(*step, *call); }
 
-void radixrt_multiply_float32(const Product* product) { multiply<float>(*product); }
+void radixrt_multiply_float32(const Product* product) { multiply<Float32>(*product); }
 
-void radixrt_multiply_bfloat16(const Product* product) { multiply<bfloat16>(*product); }
+void radixrt_multiply_bfloat16(const Product* product) { multiply<BFloat16>(*product); }
 
 void radixrt_normalise_float32(const Norm* norm) { normalise<float>(*norm); }
 

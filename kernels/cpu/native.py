@@ -153,6 +153,12 @@ class Norm(ctypes.Structure):
     )
 
 
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """`[..., W]` as `[M, W]` whose rows are contiguous, copied where they are not."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     library.radixrt_prepare.argtypes = (int64, int32, pointer, pointer)

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from .native import Norm
+from .native import Norm, as_rows
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -28,9 +28,7 @@ class NativeNorm:
         width = x.shape[-1]
         if weight.shape != (width,) or weight.dtype != x.dtype:
             raise ValueError(f"x {list(x.shape)} of {x.dtype} does not fit {list(weight.shape)} of {weight.dtype}")
-        rows = x if x.dim() == 2 else x.reshape(-1, width)
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
+        rows = as_rows(x)
         y = torch.empty(x.shape, dtype=x.dtype)
         sizes = (rows.shape[0], width, rows.stride(0), torch.get_num_threads())
         self._normalise[x.dtype](Norm(rows.data_ptr(), weight.data_ptr(), y.data_ptr(), *sizes, eps))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from . import native
-from .native import Product
+from .native import Product, as_rows
 
 _WIDTH = 48  # of a panel; WIDTH in native/product.h
 _PAIRS = {torch.float32: 1, torch.bfloat16: 2}
@@ -30,8 +30,8 @@ def unserved(dtype: torch.dtype) -> str | None:
     cpu = native.cpu_facts()
     if "avx512f" not in cpu:
         return "this CPU has no AVX-512, whose registers hold a block of its sums"
-    if dtype == torch.bfloat16 and ("amx_bf16" in cpu or ("avx512_bf16" in cpu and "AuthenticAMD" in cpu)):
-        return "this CPU multiplies bfloat16 faster in instructions of its own, which oneDNN uses"
+    if dtype == torch.bfloat16 and "amx_bf16" in cpu:
+        return "this CPU multiplies bfloat16 faster in tiles (AMX), which oneDNN uses"
     return None
 
 
@@ -84,9 +84,7 @@ class NativeProduct:
         fits = bias is None or (bias.dtype == panels.dtype and bias.shape == (n,))
         if x.shape[-1] != k or x.dtype != panels.dtype or not fits:
             raise ValueError(f"x {list(x.shape)} of {x.dtype} does not fit a weight {n} x {k} of {panels.dtype}")
-        rows = x if x.dim() == 2 else x.reshape(-1, k)
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
+        rows = as_rows(x)
         y = torch.empty(*x.shape[:-1], n, dtype=x.dtype)
         sizes = (rows.shape[0], k, n, rows.stride(0))
         self._multiply[x.dtype](

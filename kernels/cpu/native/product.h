@@ -33,19 +33,10 @@ struct Product {
     int64_t threads;
 };
 
-// A weight keeps as many inputs side by side as fill the place of a float32.
-template <class Element>
-constexpr int PAIR = sizeof(float) / sizeof(Element);
-
-inline void unpair(f32x16 (&wide)[1], u32x16 lanes) { wide[0] = (f32x16)lanes; }
-inline void unpair(f32x16 (&wide)[2], u32x16 lanes) {
-    wide[0] = (f32x16)(lanes << 16);
-    wide[1] = (f32x16)(lanes & 0xFFFF0000u);
-}
-
-// The inputs of rows, as float32.
+// Inputs of rows, as a format multiplies them.
+template <class Format>
 struct Inputs {
-    const float* data;
+    const typename Format::Weight* data;
     int64_t stride;
 };
 
@@ -56,19 +47,17 @@ struct Fetch {
 };
 
 // Add the products of R rows with `depth` inputs of a panel to their sums.
-template <class Element, int R>
-inline void accumulate(Inputs x, const Element* panel, int64_t depth, Fetch fetch, f32x16 (&sums)[R][COLUMNS]) {
-    constexpr int P = PAIR<Element>;
+template <class Format, int R>
+inline void accumulate(Inputs<Format> x, const typename Format::Element* panel, int64_t depth, Fetch fetch,
+                       f32x16 (&sums)[R][COLUMNS]) {
+    constexpr int P = Format::PAIR;
     for (int64_t k = 0; k < depth; k += P, panel += WIDTH * P, fetch.from += COLUMNS * fetch.step) {
-        f32x16 weights[COLUMNS][P];
+        typename Format::Cached weights[COLUMNS];
         UNROLL for (int c = 0; c < COLUMNS; ++c) {
-            unpair(weights[c], load<u32x16>(panel + c * LANES * P));
+            weights[c] = load<typename Format::Cached>(panel + c * LANES * P);
             __builtin_prefetch(fetch.from + c * fetch.step, 0, 2);
         }
-        UNROLL for (int i = 0; i < P; ++i)
-            UNROLL for (int r = 0; r < R; ++r)
-                UNROLL for (int c = 0; c < COLUMNS; ++c)
-                    sums[r][c] = fma(splat(x.data[r * x.stride + k + i]), weights[c][i], sums[r][c]);
+        Format::dot(x.data + k, x.stride, weights, sums);
     }
 }
 
@@ -90,14 +79,14 @@ inline void put(const Product& product, int64_t row, int64_t column, f32x16 sum)
 }
 
 // Rows [row, row + R) with inputs [first, first + depth) of one panel. Sums stay in `kept` until the last inputs came.
-template <class Output, int R, class Element>
-void multiply_block(const Product& product, Inputs x, int64_t row, int64_t panel, int64_t first, int64_t depth,
-                    const Element* weights, Fetch fetch, float* kept) {
+template <class Output, int R, class Format>
+void multiply_block(const Product& product, Inputs<Format> x, int64_t row, int64_t panel, int64_t first, int64_t depth,
+                    const typename Format::Element* weights, Fetch fetch, float* kept) {
     f32x16 sums[R][COLUMNS] = {};
     if (first > 0)
         UNROLL for (int r = 0; r < R; ++r)
             UNROLL for (int c = 0; c < COLUMNS; ++c) sums[r][c] = load<f32x16>(kept + r * WIDTH + c * LANES);
-    accumulate({x.data + row * x.stride + first, x.stride}, weights, depth, fetch, sums);
+    accumulate<Format, R>({x.data + row * x.stride + first, x.stride}, weights, depth, fetch, sums);
     const bool is_last = first + depth >= product.num_inputs;
     UNROLL for (int r = 0; r < R; ++r)
         UNROLL for (int c = 0; c < COLUMNS; ++c) {
@@ -109,28 +98,30 @@ void multiply_block(const Product& product, Inputs x, int64_t row, int64_t panel
 inline void widen_panel(float* wide, const bfloat16* panel, int64_t depth) {
     for (int64_t k = 0; k < depth; k += 2, panel += 2 * WIDTH, wide += 2 * WIDTH)
         UNROLL for (int c = 0; c < COLUMNS; ++c) {
-            f32x16 lanes[2];
-            unpair(lanes, load<u32x16>(panel + c * LANES * 2));
-            store(wide + c * LANES, lanes[0]);
-            store(wide + WIDTH + c * LANES, lanes[1]);
+            const u32x16 lanes = load<u32x16>(panel + c * LANES * 2);
+            store(wide + c * LANES, lanes << 16);
+            store(wide + WIDTH + c * LANES, lanes & 0xFFFF0000u);
         }
 }
 
 // All outputs of one panel for rows [row, row + num_rows).
-template <class Element>
-void multiply_panel(const Product& product, Inputs x, int64_t panel, int64_t row, int64_t num_rows) {
+template <class Format>
+void multiply_panel(const Product& product, Inputs<Format> x, int64_t panel, int64_t row, int64_t num_rows) {
+    using Element = typename Format::Element;
+    using Wide = typename Format::Wide;
     static thread_local Scratch sums, widened;
-    constexpr int P = PAIR<Element>;
+    constexpr int P = Format::PAIR;
+    constexpr bool CAN_WIDEN = !std::is_same_v<Format, Wide>;
     const int64_t k = (product.num_inputs + P - 1) / P * P, blocks = (num_rows + HEIGHT - 1) / HEIGHT;
-    const bool widens = P > 1 && num_rows >= WIDEN;
+    const bool widens = CAN_WIDEN && num_rows >= WIDEN;
     const int64_t depth = blocks == 1 ? k : DEPTH;
     float* kept = sums.get<float>(num_rows * WIDTH);
-    float* wide = widened.get<float>(DEPTH * WIDTH);
+    float* wide = CAN_WIDEN ? widened.get<float>(DEPTH * WIDTH) : nullptr;
     for (int64_t first = 0; first < k; first += depth) {
         const int64_t length = std::min(depth, k - first), bytes = length * WIDTH * sizeof(Element);
         const int64_t vectors = length / (widens ? 1 : P) * COLUMNS;
         const Element* weights = (const Element*)product.weight + (panel * k + first) * WIDTH;
-        if constexpr (P > 1) {
+        if constexpr (CAN_WIDEN) {
             if (widens) widen_panel(wide, weights, length);
         }
         for (int64_t b = 0; b < blocks; ++b) {
@@ -141,41 +132,55 @@ void multiply_panel(const Product& product, Inputs x, int64_t panel, int64_t row
             if (blocks > 1) fetch = {(const char*)weights + bytes + bytes * b / blocks, bytes / blocks / vectors};
             with_constant<HEIGHT>(end - begin, [&](auto r) {
                 float* its = kept + begin * WIDTH;
-                if (widens) multiply_block<Element, r>(product, x, row + begin, panel, first, length, wide, fetch, its);
-                else multiply_block<Element, r>(product, x, row + begin, panel, first, length, weights, fetch, its);
+                const auto run = [&]<class As>(Inputs<As> rows, const typename As::Element* from) {
+                    multiply_block<Element, r, As>(product, rows, row + begin, panel, first, length, from, fetch, its);
+                };
+                if constexpr (CAN_WIDEN) {
+                    if (widens) return run(Inputs<Wide>{x.data, x.stride}, wide);
+                }
+                run(x, weights);
             });
         }
     }
 }
 
-template <class Element>
-Inputs widen_inputs(const Product& product) {
+// The inputs of all rows as they are multiplied: widened, or where they lie, or a copy that is better to read.
+template <class Format>
+Inputs<Format> prepare_inputs(const Product& product) {
+    using Element = typename Format::Element;
+    using Weight = typename Format::Weight;
     static thread_local Scratch scratch;
+    constexpr int LINE = 64 / sizeof(Weight);
+    constexpr bool IS_SAME = std::is_same_v<Weight, Element>;
     const int64_t k = product.num_inputs;
-    // An odd number of cache lines: rows a power of two apart would share few places of the first cache.
-    const int64_t stride = ((k + LANES - 1) / LANES | 1) * LANES;
-    float* data = scratch.get<float>(product.num_rows * stride);
+    // Rows a power of two apart would share few places of the first cache.
+    const bool is_crowded = product.x_stride * sizeof(Element) % 1024 == 0;
+    if (IS_SAME && k % Format::PAIR == 0 && !is_crowded) return {(const Weight*)product.x, product.x_stride};
+    const int64_t stride = ((k + LINE - 1) / LINE | 1) * LINE;
+    Weight* data = scratch.get<Weight>(product.num_rows * stride);
 #pragma omp parallel for num_threads(product.threads) if (product.num_rows * k > ALONE)
     for (int64_t row = 0; row < product.num_rows; ++row) {
         const Element* from = (const Element*)product.x + row * product.x_stride;
+        Weight* to = data + row * stride;
         for (int64_t i = 0; i < k; i += LANES) {
             Element rest[LANES] = {};
             const bool is_whole = i + LANES <= k;
             if (!is_whole) std::memcpy(rest, from + i, (k - i) * sizeof(Element));
-            store(data + row * stride + i, to_float(is_whole ? from + i : rest));
+            if constexpr (IS_SAME) std::memcpy(to + i, is_whole ? from + i : rest, sizeof rest);
+            else store(to + i, Format::to_float(is_whole ? from + i : rest));
         }
     }
     return {data, stride};
 }
 
-template <class Element>
+template <class Format>
 void multiply(Product product) {
+    using Element = typename Format::Element;
     const int64_t panels = (product.num_outputs + WIDTH - 1) / WIDTH, num_rows = product.num_rows;
     const int64_t most = std::max<int64_t>(PART / product.num_inputs, PART_ROWS);
     for (int64_t done = 0; done < num_rows; done += SLAB) {
         product.num_rows = std::min<int64_t>(SLAB, num_rows - done);
-        Inputs x = {(const float*)product.x, product.x_stride};
-        if (PAIR<Element> > 1 || product.x_stride % 256 == 0) x = widen_inputs<Element>(product);
+        const Inputs<Format> x = prepare_inputs<Format>(product);
         // Parts so small that their inputs stay in the second cache, and so many that no thread is without work.
         const int64_t busy = std::min((4 * product.threads + panels - 1) / panels, (product.num_rows + 31) / 32);
         const int64_t parts = std::max((product.num_rows + most - 1) / most, busy);
@@ -185,7 +190,7 @@ void multiply(Product product) {
         for (int64_t i = 0; i < panels * parts; ++i) {
             const int64_t begin = product.num_rows * (i / panels) / parts;
             const int64_t end = product.num_rows * (i / panels + 1) / parts;
-            multiply_panel<Element>(product, x, i % panels, begin, end - begin);
+            multiply_panel<Format>(product, x, i % panels, begin, end - begin);
         }
         product.x = (const Element*)product.x + product.num_rows * product.x_stride;
         product.y = (Element*)product.y + product.num_rows * product.num_outputs;
