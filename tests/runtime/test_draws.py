@@ -10,7 +10,17 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from radixrt.runtime.draws import _FEW, _PIECE, _RARE, _RARE_BITS, _gumbel, _key, gumbel_argmax, gumbel_noise
+from radixrt.runtime.draws import (
+    _FEW,
+    _RARE,
+    _RARE_BITS,
+    _first_bytes,
+    _gumbel,
+    _key,
+    _words,
+    gumbel_argmax,
+    gumbel_noise,
+)
 
 
 def noise(
@@ -43,7 +53,7 @@ def test_distribution() -> None:
     assert abs(chi_square(counts)) < 4
 
 
-GOLDEN = [-0.4174563511608631, 1.140528294969862, 1.736360252584064, 1.8535845467720278]
+GOLDEN = [2.0549158894197186, 0.2307365141311769, 0.8482787230979805, 3.897014586805339]
 
 KEYS: list[dict[str, Any]] = [
     *({"seed": (0, 0)}, {"seed": (1,)}, {"seed": (2**63,)}, {"seed": (-1,)}, {"path": ()}, {"path": (1,)}),
@@ -58,7 +68,7 @@ def test_keys_that_differ_in_one_field_are_independent(key: dict[str, Any]) -> N
     assert abs(chi_square(counts.astype(np.int64))) < 4
 
 
-@pytest.mark.parametrize("lag", [1, 2, 3, 4, 64])
+@pytest.mark.parametrize("lag", [1, 2, 3, 4, 7, 8, 9, 64])
 def test_neighbouring_ids_are_independent(lag: int) -> None:
     values = uniform(noise(count=1 << 17))
     counts, _, _ = np.histogram2d(values[:-lag], values[lag:], bins=16, range=[(0, 1), (0, 1)])
@@ -101,7 +111,7 @@ def test_the_extreme_words_give_finite_noise(word: int) -> None:
 
 @given(
     st.integers(0, 2**32),
-    st.sampled_from([1, 2, _FEW, _FEW + 1, 5_000, _PIECE, _PIECE + 1, 50_000]),
+    st.sampled_from([1, 2, _FEW, _FEW + 1, 5_000, 5_001, 50_000]),
     st.sampled_from([0.0, 1e-3, 0.1, 1.0, 5.0, 30.0, 1e30]),
     st.sampled_from([5e-324, 1e-30, 0.01, 0.8, 1.0, 100.0, 1e308]),
     st.sets(st.sampled_from(["tied", "masked", "some ids"])),
@@ -128,8 +138,22 @@ def test_the_largest_sum_is_found_without_all_of_the_noise(
     np.testing.assert_array_equal(logits, before)
 
 
-def test_a_word_that_is_not_rare_gives_little_noise() -> None:
+def test_an_id_that_is_not_rare_gets_little_noise() -> None:
     """The bound behind it: below the first rare word, at most 7 log 2; from it on, at least nearly so."""
-    below, first = _gumbel(np.array([_RARE - np.uint64(1), _RARE]))
+    first = np.uint64(_RARE << 56)
+    below, above = _gumbel(np.array([first - np.uint64(1), first]))
     assert below < _RARE_BITS * math.log(2)
-    assert first == pytest.approx(_RARE_BITS * math.log(2), abs=0.01)
+    assert above == pytest.approx(_RARE_BITS * math.log(2), abs=0.01)
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 1_001])
+def test_first_bytes_of_some_are_those_of_all(count: int) -> None:
+    ids = np.random.default_rng(0).permutation(count)
+    np.testing.assert_array_equal(_first_bytes(2**100 + 5, count)[ids], _first_bytes(2**100 + 5, ids))
+
+
+@pytest.mark.parametrize("shift", [0, 8, 40, 48, 56])
+def test_every_byte_of_the_words_is_uniform(shift: int) -> None:
+    ids, key = np.arange(1 << 18), _key((0,), (0,), 0)
+    found = (_words(key, ids, _first_bytes(key, ids)) >> np.uint64(shift)).astype(np.uint8)
+    assert abs(chi_square(np.bincount(found, minlength=256))) < 4
