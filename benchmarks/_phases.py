@@ -59,13 +59,13 @@ class Phases:
 def watch(engine: rx.Engine, clock: Callable[[], float]) -> Iterator[Phases]:
     """The phases of the engine's steps inside the block, in the order in which a step comes to them."""
     places: dict[str, list[tuple[Any, str]]] = {
-        "scheduling": [(engine._scheduler, "plan")],
-        "radix cache": [(engine._cache, name) for name in _RADIX],
+        "scheduling": [(engine._loop.scheduler, "plan")],
+        "radix cache": [(engine._loop.cache, name) for name in _RADIX],
         "batch": [(StepPlan, "batch")],
         "attention plan": [(Batch, "plan"), (NativeAttention, "prepare"), (TorchAttention, "prepare")],
         FORWARD: [(engine.model, "forward")],
-        "sampling": [(engine, "_sample")],
-        "appending, events": [(engine, "_append")],
+        "sampling": [(engine._loop, "_draw")],
+        "appending, events": [(engine._loop, "_append")],
         "detokenising": [(Detokenizer, "add")],
         REST: [(engine, "step")],
     }

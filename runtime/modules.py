@@ -238,8 +238,8 @@ def straight(layer: Any) -> Function:
         hidden_states: torch.Tensor, position_embeddings: Any = None, attention_mask: None = None, **_: Any
     ) -> torch.Tensor:
         attended, _ = attend(norm(hidden_states), position_embeddings, attention_mask)
-        hidden_states = hidden_states + attended
-        summed: torch.Tensor = hidden_states + mlp(second_norm(hidden_states))
+        hidden_states = attended.add_(hidden_states)
+        summed: torch.Tensor = mlp(second_norm(hidden_states)).add_(hidden_states)
         return summed
 
     return forward
