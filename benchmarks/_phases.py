@@ -63,7 +63,7 @@ def watch(engine: rx.Engine, clock: Callable[[], float]) -> Iterator[Phases]:
         "radix cache": [(engine._loop.cache, name) for name in _RADIX],
         "batch": [(StepPlan, "batch")],
         "attention plan": [(Batch, "plan"), (NativeAttention, "prepare"), (TorchAttention, "prepare")],
-        FORWARD: [(engine.model, "forward")],
+        FORWARD: [(type(engine.model), "forward")],
         "sampling": [(engine._loop, "_draw")],
         "appending, events": [(engine._loop, "_append")],
         "detokenising": [(Detokenizer, "add")],
