@@ -1,0 +1,64 @@
+"""What programs had to compute at least, counted from outside, and what they did compute."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+
+import radixrt as rx
+from radixrt.frontend.tally import Tally
+from radixrt.frontend.testing import Body, plain, programs
+from radixrt.runtime import Engine
+from radixrt.runtime.testing import ByteTokenizer, HashModel
+
+from .conftest import audit
+
+
+@rx.program
+def tree(s: rx.State) -> None:
+    s += "root "  # 5
+    with s.fork(3) as branches:
+        for number, branch in enumerate(branches):
+            branch += f"same {number}"  # 5 shared, then a digit each
+            branch.gen(max_tokens=4, temperature=0.0)
+        branches[1].gen(max_tokens=4)
+        s.adopt(branches[1])
+    s += " end"
+    s.gen(max_tokens=2)
+
+
+def test_it_counts_each_given_token_of_the_tree_once(engine: Engine) -> None:
+    tally = Tally(engine)
+    tree.run(tally)
+    assert (tally.computed, tally.ideal) == (5 + 5 + 3 + 4, 5 + 5 + 3 + 4)
+    shared = tally.shared
+    tree.run(tally)
+    assert (tally.computed, tally.ideal) == (17, 17)
+    assert tally.shared > shared
+    assert str(tally) == f"computed 17 == ideal 17; {tally.shared:,} tokens shared"
+
+
+def test_namespaces_share_nothing(engine: Engine) -> None:
+    tally = Tally(engine)
+    for namespace in ("", "other"):
+        tree.options(namespace=namespace).run(tally)
+    assert tally.computed == tally.ideal == 34
+
+
+def test_without_a_cache_more_is_computed() -> None:
+    engine = Engine(HashModel(vocab=128), tokenizer=ByteTokenizer(), num_pages=64, prefix_cache=False)
+    tally = Tally(engine)
+    tree.run(tally)
+    assert tally.computed > tally.ideal == 17
+    assert " != " in str(tally)
+
+
+@settings(max_examples=100, deadline=None)
+@given(programs())
+def test_a_program_computes_no_more(body: Body) -> None:
+    """Less, where it was cancelled, or gave what another branch had generated."""
+    engine = Engine(HashModel(vocab=128), tokenizer=ByteTokenizer(), num_pages=512, page_size=4)
+    tally = Tally(engine)
+    plain.run(tally, body)
+    assert tally.computed <= tally.ideal
+    assert not tally._paths, "every request was released"
+    audit(engine)
