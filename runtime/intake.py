@@ -21,7 +21,7 @@ from .params import BeamParams, Params, SamplingParams
 from .prompts import checked_namespace, token_ids_of
 from .request import CacheUse, Request
 from .sampler import History
-from .sequence import Sequence, TokenArray
+from .sequence import Sequence, TokenArray, with_text
 from .tokenizer import Tokenizer
 
 MAX_PRIORITY = 1_000_000
@@ -108,7 +108,9 @@ class Intake:
         child.num_branches = given.num_branches
         child.found_len = at
         child.constraint = self._fork_constraint(parent, choice, params, at=at, extra_len=len(extra))
-        child.grammar_start = _grammar_start(sequence, params, at=at, extra_len=len(extra))
+        start = _grammar_start(sequence, params, at=at, extra_len=len(extra))
+        texts = with_text(sequence.texts, at, None) if extra else sequence.texts
+        child.texts = with_text(texts, start, child.params.grammar)
         paths = parent.next_fork(choice, given.num_branches)
         child.path = paths[0]
         ancestors = parent.ancestors | {(parent.handle.number, choice)}
@@ -201,7 +203,7 @@ class Intake:
             detokenizer=detokenizer,
             first_detokenizer=detokenizer.copy() if detokenizer is not None else None,
             constraint=None,
-            grammar_start=len(tokens),
+            texts=with_text((), len(tokens), drawn.grammar),
             _buffer=tokens,
             _generated=generated,
             num_tokens=len(tokens),
@@ -233,7 +235,7 @@ def _fork_params(parent: Request, params: Params | None) -> Params:
 
 def _grammar_start(parent: Sequence, params: Params | None, *, at: int, extra_len: int) -> int:
     """Where the text of a fork's grammar begins: with its parent's, unless more than the place is told."""
-    return min(at, parent.grammar_start) if params is None and not extra_len else at + extra_len
+    return parent.grammar_start(at) if params is None and not extra_len else at + extra_len
 
 
 def _drawn_with(params: Params) -> SamplingParams:

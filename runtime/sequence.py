@@ -15,11 +15,13 @@ from radixrt.radix import PageTable
 
 from .constraint import Constraint
 from .detokenizer import Detokenizer
+from .grammar import Grammar
 from .outputs import Choice, FinishReason, Handle, TokenLogprobs
 from .params import SamplingParams
 from .sampler import History, SamplerRow
 
 TokenArray = npt.NDArray[np.int32]
+Texts = tuple[tuple[int, Grammar | None], ...]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -47,7 +49,7 @@ class Sequence:
     detokenizer: Detokenizer | None
     first_detokenizer: Detokenizer | None  # as it was at output_start
     constraint: Constraint | None  # its place in its grammar, while it lives
-    grammar_start: int  # where the grammar's text begins
+    texts: Texts  # where texts of grammars, or of none, begin among its tokens; each goes up to the next
     _buffer: TokenArray
     _generated: npt.NDArray[np.bool_]
     num_tokens: int
@@ -116,6 +118,15 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.output_start
 
+    def grammar_start(self, at: int) -> int:
+        """Where the text of its grammar begins in which its first `at` tokens end; `at` where they end in none."""
+        stop = self.num_tokens
+        for start, grammar in reversed(self.texts):
+            if start <= at <= stop and grammar == self.params.grammar:
+                return start
+            stop = start
+        return at
+
     def append(self, token_id: int) -> None:
         """Commit one generated token."""
         if self.num_tokens == len(self._buffer):
@@ -149,9 +160,9 @@ class Sequence:
             self.history.remove(token_id)
         self.num_tokens = num_tokens
         self.high_water = min(self.high_water, num_tokens)
-        self.grammar_start = min(self.grammar_start, num_tokens)
+        self.texts = tuple(text for text in self.texts if text[0] <= num_tokens)
         if self.constraint is not None:
-            self.constraint = self.constraint.rebuilt(self.tokens[self.grammar_start :].tolist())
+            self.constraint = self.constraint.rebuilt(self.tokens[self.grammar_start(num_tokens) :].tolist())
         self.text = []
         if self.first_detokenizer is not None:
             self.detokenizer = self.first_detokenizer.copy()
@@ -165,7 +176,7 @@ class Sequence:
         self.history = History(self.tokens[: self.output_start].copy())
         for token_id in self.tokens[self.output_start :].tolist():
             self.history.add(token_id)
-        self.grammar_start = self.num_tokens
+        self.texts = other.texts
 
     def twin(self, choice: int, path: tuple[int, ...]) -> Sequence:
         """Another choice of the same request, from the end of what they have in common. No pages, and no cost yet."""
@@ -227,3 +238,9 @@ class Sequence:
             logprobs=tuple(self.logprobs) if with_logprobs else None,
             error=error,
         )
+
+
+def with_text(texts: Texts, start: int, grammar: Grammar | None) -> Texts:
+    """These texts up to token `start`, where another begins."""
+    before = tuple(text for text in texts if text[0] < start)
+    return before if grammar is None and (not before or before[-1][1] is None) else (*before, (start, grammar))
