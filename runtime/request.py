@@ -94,9 +94,8 @@ class Request:
         """The search is over, by itself or for `reason`: its hypotheses become the branches, if it has any."""
         assert self.search is not None
         hypotheses = self.search.hypotheses if reason is None else ()
-        beams, (*base, _) = self.branches, self.paths[0]
-        self.paths = tuple((*base, index) for index in range(max(1, len(hypotheses))))
-        self.num_forks = [0] * len(self.paths)
+        beams, count = self.branches, max(1, len(hypotheses))
+        self.paths, self.num_forks = self.paths[:count], self.num_forks[:count]
         self._gone += beams
         self.branches = [beams[0].twin(index, path) for index, path in enumerate(self.paths)]
         for branch in self.branches:

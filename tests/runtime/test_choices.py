@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 from radixrt.runtime import (
+    BeamParams,
     ChoiceEvent,
     Engine,
     Event,
@@ -216,3 +217,43 @@ def test_choices_under_pressure_are_those_of_a_run_alone(data: st.DataObject) ->
             for ours, theirs in zip(outputs[handle].choices, expected, strict=True):
                 assert ours.token_ids == theirs.token_ids[: len(ours.token_ids)]
                 assert ours.finish_reason == theirs.finish_reason or handle in aborted
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_no_two_branches_draw_on_one_path(data: st.DataObject) -> None:
+    """Whatever was forked, when, and into how many choices or beams: each has noise of its own."""
+
+    def drawn() -> SamplingParams | BeamParams:
+        count, max_tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+        if data.draw(st.booleans()):
+            return BeamParams(width=count, max_tokens=max_tokens)
+        return SamplingParams(best_of=count, max_tokens=max_tokens)
+
+    with Engine(HashModel(vocab=50), num_pages=500, page_size=4) as engine:
+        handles = [engine.submit([1, 2, 3], drawn())]
+        for _ in range(data.draw(st.integers(2, 10))):
+            for _ in range(data.draw(st.integers(0, 6))):
+                engine.step()
+            parent = data.draw(st.sampled_from(handles))
+            choice = data.draw(st.integers(0, len(engine._loop.requests.find(parent).paths) - 1))
+            handles += engine.fork(parent, data.draw(st.integers(1, 2)), drawn(), choice=choice)
+        paths = [path for handle in handles for path in engine._loop.requests.find(handle).paths]
+        assert len(set(paths)) == len(paths)
+        run(engine)
+        paths = [path for handle in handles for path in engine._loop.requests.find(handle).paths]
+        assert len(set(paths)) == len(paths)
+
+
+def test_forks_of_narrow_searches_differ(make_engine: MakeEngine) -> None:
+    """Also where both searches found the same, so that what is sampled from there begins alike."""
+    engine = make_engine()
+    root = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1))[0].handle
+    searches = engine.fork(root, 2, BeamParams(width=1, max_tokens=2))
+    run(engine)
+    params = SamplingParams(max_tokens=8)
+    sampled = [engine.fork(search, params=params)[0] for search in searches]
+    ended = {event.handle: event.output for event in run(engine) if isinstance(event, FinishEvent)}
+    first, second = (ended[handle] for handle in sampled)
+    assert first.prompt_token_ids == second.prompt_token_ids
+    assert first.choices[0].token_ids != second.choices[0].token_ids
