@@ -205,13 +205,16 @@ class Engine:
     def adopt(self, handle: Handle, branch: Handle, *, choice: int = 0, branch_choice: int = 0) -> None:
         """Let a choice that ended own the tokens of one of its forks, as if it had gone on so. Frees the fork's handle.
 
-        InvalidRequest unless both have ended and the branch descends from that choice and has its whole prompt.
+        InvalidRequest unless both have ended and the branch descends from that choice and has its whole prompt. A fork
+        of a beam that was still searched descends from no hypothesis.
         """
         request, sequence = self._branch(handle, choice)
         child, adopted = self._branch(branch, branch_choice, name="branch")
         if (handle.number, choice) not in child.ancestors:
+            when = " made after its search had ended" if request.search is not None else ""
             raise InvalidRequest(
-                f"branch: request {branch.number} given; allowed: a fork of choice {choice} of request {handle.number}"
+                f"branch: request {branch.number} given; allowed: a fork of choice {choice} of request "
+                f"{handle.number}{when}"
             )
         for number, is_over in ((handle.number, request.is_over), (branch.number, child.is_over)):
             if not is_over:

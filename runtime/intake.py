@@ -113,7 +113,9 @@ class Intake:
         child.texts = with_text(texts, start, child.params.grammar)
         paths = parent.next_fork(choice, given.num_branches)
         child.path = paths[0]
-        ancestors = parent.ancestors | {(parent.handle.number, choice)}
+        ancestors = parent.ancestors
+        if parent.search is None or parent.is_over:  # a live beam is none of the hypotheses
+            ancestors |= {(parent.handle.number, choice)}
         return Request(
             handle=handle,
             params=given,

@@ -179,6 +179,24 @@ class TestAdopt:
         engine.adopt(parent, same)
         engine.release(parent)
 
+    @pytest.mark.parametrize("width", [1, 3])
+    def test_of_a_beam_that_lived(self, make_engine: MakeEngine, width: int) -> None:
+        """It is none of the hypotheses, whatever its index was; a fork of one of these is."""
+        engine = make_engine()
+        parent = engine.submit([1, 2], BeamParams(width=width, max_tokens=6))
+        for _ in range(3):
+            engine.step()
+        branches = [engine.fork(parent, params=GREEDY, choice=choice)[0] for choice in range(width)]
+        branches += [engine.fork(branch)[0] for branch in branches]
+        finish(engine)
+        for choice in range(width):
+            for branch in branches:
+                with pytest.raises(InvalidRequest, match="of request 0 made after its search had ended"):
+                    engine.adopt(parent, branch, choice=choice)
+        (branch,) = engine.fork(parent, params=GREEDY, choice=width - 1)
+        finish(engine)
+        engine.adopt(parent, branch, choice=width - 1)
+
     def test_of_choices_that_never_differed(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
         parent = engine.submit([1, 2], SamplingParams(n=2))
