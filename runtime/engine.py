@@ -143,13 +143,15 @@ class Engine:
     ) -> list[Handle]:
         """n new requests that own the tokens a choice has committed so far; their events start after them.
 
-        The choice may wait, run or have ended; one that ended can be forked until it is released. `at` takes only so
-        many of its tokens, prompt included; `text` (or token ids) is appended as if it had been in the prompt. Where
-        the parent holds pages they are shared, O(pages) and no copy; where it waits, the children wait too and share
-        its rows when they run. A child that goes on from the very end goes on in everything: penalties, stop strings,
-        text that was held back. Without `params` a child keeps the parent's, as one choice, and while the parent lives
-        its limits too; without `text` either, it goes on in the parent's grammar, which else begins anew. Its draws
-        differ from the parent's and from the other children's either way.
+        The choice may wait, run or have ended; one that ended can be forked until it is released. Its number is the
+        index that events and outputs show; of what is ranked in the end (`best_of`, beams), that of the best is 0 then,
+        and before it is the order in which they were sampled, or the beams' present one. `at` takes only so many of its
+        tokens, prompt included; `text` (or token ids) is appended as if it had been in the prompt. Where the parent
+        holds pages they are shared, O(pages) and no copy; where it waits, the children wait too and share its rows when
+        they run. A child that goes on from the very end goes on in everything: penalties, stop strings, text that was
+        held back. Without `params` a child keeps the parent's, as one choice, and while the parent lives its limits
+        too; without `text` either, it goes on in the parent's grammar, if the last of its tokens are text of that. Else
+        the grammar begins anew. Its draws differ from the parent's and from the other children's either way.
         """
         request, sequence = self._branch(handle, choice)
         n = integer("n", n, 1, MAX_FORKS)
@@ -205,13 +207,13 @@ class Engine:
     def adopt(self, handle: Handle, branch: Handle, *, choice: int = 0, branch_choice: int = 0) -> None:
         """Let a choice that ended own the tokens of one of its forks, as if it had gone on so. Frees the fork's handle.
 
-        InvalidRequest unless both have ended and the branch descends from that choice and has its whole prompt. A fork
-        of a beam that was still searched descends from no hypothesis.
+        InvalidRequest unless both have ended and the branch descends from that choice and has its whole prompt. Of
+        choices that are ranked in the end (`best_of`, beams) no fork descends that was made before.
         """
         request, sequence = self._branch(handle, choice)
         child, adopted = self._branch(branch, branch_choice, name="branch")
         if (handle.number, choice) not in child.ancestors:
-            when = " made after its search had ended" if request.search is not None else ""
+            when = " made after that had ended" if request.params.is_ranked else ""
             raise InvalidRequest(
                 f"branch: request {branch.number} given; allowed: a fork of choice {choice} of request "
                 f"{handle.number}{when}"

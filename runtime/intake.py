@@ -114,7 +114,7 @@ class Intake:
         paths = parent.next_fork(choice, given.num_branches)
         child.path = paths[0]
         ancestors = parent.ancestors
-        if parent.search is None or parent.is_over:  # a live beam is none of the hypotheses
+        if parent.is_over or not parent.params.is_ranked:  # which the best are is not known before
             ancestors |= {(parent.handle.number, choice)}
         return Request(
             handle=handle,

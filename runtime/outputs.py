@@ -63,7 +63,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Everything one request produced: `n` choices by index or, with `best_of` and beams, best first."""
+    """Everything one request produced: `n` choices by index, with `best_of` and beams numbered from the best on.
+
+    The index is what `fork`, `truncate` and `adopt` call a choice.
+    """
 
     handle: Handle
     prompt_token_ids: tuple[int, ...]

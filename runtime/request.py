@@ -21,6 +21,9 @@ Path = tuple[int, ...]
 class Request:
     """`branches[i]` is choice i. While there is one branch of several choices, it stands for them all.
 
+    Where more are sampled than returned, they are ranked when all have ended: choice i is then the i-th best, and the
+    branches that are no choice any more come last.
+
     `cache` says what of it is worth keeping once it has ended. Choice i draws on `paths[i]`, its k-th fork on that and
     then k. A request that has ended is kept for forks until it is released. With a `search`, the branches are its live
     beams, best first, and in the end its hypotheses.
@@ -106,28 +109,39 @@ class Request:
             self.ended[branch.choice] = _filled(branch, hypothesis)
 
     def end(self, sequence: Sequence, reason: FinishReason, error: str | None) -> list[Choice]:
-        """Note how a branch ended; the choices that ended with it."""
+        """Note how a branch ended; the choices that ended with it. Ranks them with the last one, where that is asked."""
         with_logprobs = not isinstance(self.params, BeamParams) and self.params.logprobs is not None
         choice = sequence.output(reason, error, with_logprobs=with_logprobs)
         indices = range(len(self.paths)) if len(self.branches) < len(self.paths) else [sequence.choice]
         choices = [replace(choice, index=index) for index in indices]
         self.ended |= {choice.index: choice for choice in choices}
+        if self.is_over and self.params.is_ranked:
+            self._rank()
         return choices
 
     def output(self) -> Output:
         """What the caller gets in the end: all choices, or the n best of them."""
         assert self.is_over
-        choices = [self.ended[index] for index in range(len(self.paths))]
-        if not isinstance(self.params, BeamParams) and self.params.is_ranked:
-            choices.sort(key=lambda choice: -self._merit(choice))
-            choices = [replace(choice, index=index) for index, choice in enumerate(choices[: self.params.n])]
         trunk = self.branches[0]
         return Output(
             handle=self.handle,
             prompt_token_ids=tuple(trunk.tokens[: trunk.output_start].tolist()),
-            choices=tuple(choices),
+            choices=tuple(self.ended[index] for index in range(len(self.paths))),
             usage=self._usage(),
         )
+
+    def _rank(self) -> None:
+        """Number the choices from the best on, and return no more than were asked for."""
+        assert not isinstance(self.params, BeamParams)
+        ranking = sorted(range(len(self.paths)), key=lambda index: -self._merit(self.ended[index]))
+        best = ranking[: self.params.n]
+        self.ended = {rank: replace(self.ended[index], index=rank) for rank, index in enumerate(best)}
+        self.paths = tuple(self.paths[index] for index in best)
+        self.num_forks = [self.num_forks[index] for index in best]
+        if len(self.branches) > 1:
+            self.branches = [self.branches[index] for index in ranking]
+            for rank, branch in enumerate(self.branches):
+                branch.choice = rank
 
     def _merit(self, choice: Choice) -> float:
         """Mean log-probability of a choice's tokens; what failed or was cut short comes last."""

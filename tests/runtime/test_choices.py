@@ -160,6 +160,50 @@ class TestBestOf:
         assert all(choice.logprobs is None for choice in best.choices), "nobody asked for them"
         assert best.usage.completion_tokens == 30
 
+    @given(
+        best_of=st.integers(2, 6),
+        n=st.integers(1, 3),
+        steps=st.integers(0, 9),
+        stop=st.booleans(),
+        max_tokens=st.integers(1, 8),
+    )
+    def test_an_index_is_the_one_that_the_output_shows(
+        self, *, best_of: int, n: int, steps: int, stop: bool, max_tokens: int
+    ) -> None:
+        """To fork, truncate and adopt; however it ends, and whether its choices have differed by then."""
+        n = min(n, best_of)
+        ends = range(0, 50, 4) if stop else ()
+        params = SamplingParams(n=n, best_of=best_of, max_tokens=max_tokens, seed=best_of, stop_token_ids=ends)
+        with Engine(HashModel(vocab=50), num_pages=200, page_size=4, poison=True) as engine:
+            handle = engine.submit([1, 2, 3], params)
+            events = [event for _ in range(steps) for event in engine.step()]
+            engine.abort(handle)
+            events += run(engine)
+            (output,) = (event.output for event in events if isinstance(event, FinishEvent))
+            assert [choice.index for choice in output.choices] == list(range(n))
+            with pytest.raises(InvalidRequest, match="choice: "):
+                engine.fork(handle, choice=n)
+            forks = [engine.fork(handle, params=SamplingParams(max_tokens=1), choice=i)[0] for i in range(n)]
+            ended = {event.handle: event.output for event in run(engine) if isinstance(event, FinishEvent)}
+            for choice, fork in zip(output.choices, forks, strict=True):
+                assert ended[fork].prompt_token_ids == (1, 2, 3, *choice.token_ids)
+                if n == 1 or steps:
+                    engine.adopt(handle, fork, choice=choice.index)
+                    engine.truncate(handle, len(ended[fork].prompt_token_ids), choice=choice.index)
+                    again = engine._loop.requests.find(handle).branch(choice.index).tokens
+                    assert tuple(again.tolist()) == ended[fork].prompt_token_ids
+
+    def test_a_fork_made_before_they_were_ranked_is_of_none(self, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        handle = engine.submit([1, 2], SamplingParams(n=2, best_of=4, max_tokens=6))
+        for _ in range(2):
+            engine.step()
+        forks = [engine.fork(handle, choice=choice)[0] for choice in range(4)]
+        run(engine)
+        for fork in forks:
+            with pytest.raises(InvalidRequest, match="of request 0 made after that had ended"):
+                engine.adopt(handle, fork)
+
     def test_tells_at_the_end(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
         engine.submit([1, 2], SamplingParams(best_of=3, max_tokens=5, seed=3))

@@ -191,7 +191,7 @@ class TestAdopt:
         finish(engine)
         for choice in range(width):
             for branch in branches:
-                with pytest.raises(InvalidRequest, match="of request 0 made after its search had ended"):
+                with pytest.raises(InvalidRequest, match="of request 0 made after that had ended"):
                     engine.adopt(parent, branch, choice=choice)
         (branch,) = engine.fork(parent, params=GREEDY, choice=width - 1)
         finish(engine)
