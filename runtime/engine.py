@@ -313,7 +313,7 @@ class Engine:
         self._loop.advance()
 
     def _new_stream(self) -> EventStream:
-        return EventStream(self._advance, self._loop.abandon)
+        return EventStream(self._advance, self._loop.abandon, self._loop.forsaken)
 
     def _send_to(self, stream: EventStream, handle: Handle) -> Handle:
         stream.unfinished.add(handle)
@@ -334,6 +334,7 @@ class Engine:
         return self._loop.cache.explain(self._intake.tokens(prompt), checked_namespace(namespace))
 
     def stats(self) -> EngineStats:
+        self._loop.abandon_forsaken()
         return EngineStats(
             counters=replace(self._loop.counters),
             waits=self._loop.meter.waits(),
@@ -359,6 +360,7 @@ class Engine:
     def reset_cache(self) -> None:
         """Forget every cached page. LiveTables while a request holds pages or a prefix is pinned."""
         self._require_open()
+        self._loop.abandon_forsaken()
         self._loop.tier.wait()
         self._loop.cache.reset()
         self._recorder.write("reset")

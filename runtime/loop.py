@@ -60,6 +60,8 @@ class Loop:
         self._runner = Runner(model, self.cache, poison=config.poison)
         self._events: list[Event] = []
         self._mailboxes: dict[Handle, deque[Event]] = {}  # of requests whose events a stream reads, not `take_events`
+        self.forsaken: deque[Handle] = deque()  # requests whose stream was collected: nobody reads their events
+        self._is_stepping = False
 
     # -- the step -------------------------------------------------------------------------------------------------
 
@@ -74,6 +76,15 @@ class Loop:
         If the model is interrupted, the engine is as before the step; if planning is, it has forgotten its cache, and
         no answer.
         """
+        self.abandon_forsaken()
+        self._is_stepping = True
+        try:
+            self._advance()
+        finally:
+            self._is_stepping = False
+        self.abandon_forsaken()
+
+    def _advance(self) -> None:
         self.pins.expire(self.step)
         self.requests.expire(self.step)
         plan = StepPlan(page_size=self._config.page_size)
@@ -345,6 +356,12 @@ class Loop:
                 self._recorder.write("abort", number=handle.number)
                 self.abort(request)
             self._mailboxes.pop(handle, None)
+
+    def abandon_forsaken(self) -> None:
+        """Abandon the requests of streams that were collected; in the middle of a step, after it."""
+        while self.forsaken and not self._is_stepping:
+            self.abandon([self.forsaken[0]])
+            self.forsaken.popleft()
 
     def _tell(self, event: Event) -> None:
         """To the stream that reads the request, or to `take_events`."""

@@ -13,15 +13,19 @@ from .outputs import Event, FinishEvent, Handle
 class EventStream:
     """Steps the engine as often as the next event needs; ends after the last request's FinishEvent.
 
-    `mailbox` is where the engine puts the events of the `unfinished` requests. Closing it, leaving its `with` block or
-    dropping the last name that holds it aborts what has not ended.
+    `mailbox` is where the engine puts the events of the `unfinished` requests. Closing it or leaving its `with` block
+    aborts what has not ended. Dropping the last name that holds it does so too, before the engine's next step: the
+    garbage collector may find it in the middle of anything, so it then only goes to the `forsaken`.
     """
 
-    def __init__(self, advance: Callable[[], None], abandon: Callable[[Iterable[Handle]], None]) -> None:
+    def __init__(
+        self, advance: Callable[[], None], abandon: Callable[[Iterable[Handle]], None], forsaken: deque[Handle]
+    ) -> None:
         self.mailbox: deque[Event] = deque()
         self.unfinished: set[Handle] = set()
         self._advance = advance
         self._abandon = abandon
+        self._forsaken = forsaken
 
     def __iter__(self) -> Self:
         return self
@@ -51,4 +55,4 @@ class EventStream:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        self._forsaken.extend(self.unfinished)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import sys
 from typing import Any
 
 import numpy as np
@@ -125,6 +128,51 @@ class TestEvents:
             return
         assert engine.stats().num_running == 0
         assert engine.step() == []
+
+    @pytest.mark.parametrize("moment", range(0, 1_300, 37))
+    def test_a_stream_may_be_collected_at_any_moment(self, make_engine: MakeEngine, moment: int) -> None:
+        """Whatever function the engine has just called; the others' answers and the state stay whole."""
+        engine = make_engine(num_pages=12, page_size=2, num_host_pages=6, swap="always")
+        params = SamplingParams(max_tokens=9, temperature=0.0)
+        other = engine.submit([9] * 4, params)
+        streams = [engine.stream([1, 2, 3, 4], params), engine.stream([1, 2, 5], params)]
+        count = itertools.count()
+
+        def drop(_frame: object, event: str, _argument: object) -> None:
+            if event == "call" and next(count) == moment:
+                streams.clear()
+
+        events = []
+        for _ in range(60):
+            sys.setprofile(drop)
+            try:
+                events += engine.step()
+            finally:
+                sys.setprofile(None)
+            engine.check()
+        assert not streams, "the moment came"
+        assert [event.handle for event in events] == [other] * 11
+        with Engine(HashModel(), num_pages=64, prefix_cache=False) as lone:
+            expected = lone.generate([[9] * 4], params)[0].choices[0].token_ids
+        assert events[-1].output.choices[0].token_ids == expected  # type: ignore[union-attr]
+
+    def test_a_stream_in_a_cycle_is_collected_in_the_model(self, make_engine: MakeEngine) -> None:
+        def collect(_: object) -> None:
+            gc.collect()
+
+        model = HashModel()
+        engine = make_engine(model)
+        cycle: list[object] = [engine.stream([1, 2, 3], GREEDY)]
+        cycle.append(cycle)
+        gc.disable()
+        try:
+            del cycle
+            model.before_forward = collect
+            assert engine.step() == []
+        finally:
+            gc.enable()
+        model.before_forward = None
+        assert engine.stats().num_running == 0
 
     def test_an_abort_inside_a_stream_ends_it(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
