@@ -174,14 +174,22 @@ class ReferenceTree:
         return evicted
 
     def drop(self, namespace: str, tokens: Sequence[int], keep_len: int, held: Collection[int]) -> list[int]:
-        """Take the pages of `tokens` past `keep_len`, from the end up to one that is held or continued."""
+        """Take the pages of `tokens` past `keep_len`, from the end up to one that is held or continued.
+
+        One that holds tokens to keep goes where another page beside it begins with them.
+        """
         found = self.match(namespace, tokens)
         rest = tokens[len(found) * self.page_size :]
         tails = self.children(found[-1] if found else namespace_path(namespace))
         found += [int(tail.paths[-1]) for tail in tails if 0 < len(tail.tokens) == agreement(tail.tokens, rest)]
         dropped = []
-        for path in reversed(found[-(-keep_len // self.page_size) :]):
-            if self._children.get(path) or self.pages[path].page in held:
+        first, num_kept = divmod(keep_len, self.page_size)
+        for index in reversed(range(first, len(found))):
+            page = self.pages[path := found[index]]
+            others = [child for child in self.children(page.parent) if child is not page]
+            is_like = any(agreement(child.tokens, page.tokens) >= num_kept for child in others)
+            is_kept = index == first and num_kept and not is_like
+            if is_kept or self._children.get(path) or page.page in held:
                 break
             dropped.append(self._remove(path))
         return dropped

@@ -111,6 +111,10 @@ class RadixCache:
         """Return how many leading tokens are cached. Pure."""
         return self._lookup.match(as_tokens(tokens), namespace).length
 
+    def completed(self, tokens: Tokens, namespace: str = "") -> IntArray:
+        """Return `tokens` and what follows them in the cached page in which they end, if one goes on there. Pure."""
+        return self._lookup.completed(as_tokens(tokens), namespace)
+
     def explain(self, tokens: Tokens, namespace: str = "") -> Explanation:
         """Say how far `tokens` hit, what continues there instead, and whether the rest was evicted. Pure."""
         return self._lookup.explain(as_tokens(tokens), namespace)
@@ -305,14 +309,17 @@ class RadixCache:
         """Free what is cached of `tokens` past the first `keep_len`, which the caller will not use again.
 
         From the end, page by page in either memory, up to what somebody holds, another sequence continues, or holds a
-        token to keep. Returns how many pages; `explain` puts them down to `by`. A copy between device and host is no
-        obstacle: its page leaves the tree, and is free when the copy ends. O(path, vectorised).
+        token to keep, unless another cached page begins with the same ones. Returns how many pages; `explain` puts them
+        down to `by`. A copy between device and host is no obstacle: its page leaves the tree, and is free when the copy
+        ends. O(path, vectorised).
         """
         wanted = as_tokens(tokens)
         if not 0 <= keep_len <= len(wanted):
             raise CacheError(f"cannot keep {keep_len} tokens: {len(wanted)} were given")
         self._now += 1
-        doomed = self._lookup.path(wanted, namespace)[-(-keep_len // self.page_size) :]
+        doomed, num_kept = self._lookup.path(wanted, namespace)[keep_len // self.page_size :], keep_len % self.page_size
+        if num_kept and len(doomed) and not self.tree.has_like(int(doomed[0]), num_kept):
+            doomed = doomed[1:]
         leaf = self.tree.leaf_of(int(doomed[-1])) if len(doomed) else None
         # Where the leaf's edge begins another sequence goes on, or the root is.
         num_pages = self._num_loose(doomed[-leaf.pages.size :]) if leaf is not None else 0

@@ -59,6 +59,15 @@ class Lookup:
             return walk.page_ids
         return np.append(walk.page_ids, np.int32(beside.page))
 
+    def completed(self, wanted: IntArray, namespace: str) -> IntArray:
+        """Return `wanted` and, where a cached page continues all of it, what follows up to the end of that page."""
+        walk = self._tree.walk(self._tree.root(namespace), 0, wanted, 0)
+        rest = wanted[len(walk.page_ids) * self._tree.page_size :]
+        beside = self._tree.next_page(walk, rest) if len(rest) else None
+        if beside is None or beside.agreed < len(rest):
+            return wanted
+        return np.concatenate([wanted, beside.tokens[len(rest) :]])
+
     def explain(self, wanted: IntArray, namespace: str) -> Explanation:
         """Say where the match ends and why."""
         match = self.match(wanted, namespace)

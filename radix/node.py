@@ -96,6 +96,12 @@ class Children:
         del self.nodes[node.key]
         self._keys.remove(node.key)
 
+    def agreement_beside(self, key: bytes) -> int:
+        """Return how many leading tokens the child at `key` shares with any other."""
+        after = next(self._keys.irange(minimum=key, inclusive=(False, True)), b"")
+        before = next(self._keys.irange(maximum=key, inclusive=(True, False), reverse=True), b"")
+        return max(key_agreement(key, after), key_agreement(key, before))
+
     def nearest(self, key: bytes) -> tuple[Node, int]:
         """Return the child that shares most leading tokens with `key`, and how many (there must be a child).
 

@@ -152,6 +152,14 @@ class RadixTree:
         node = self.node_of(page)
         return node if node is not None and node.children is None and node.pages.view[-1] == page else None
 
+    def has_like(self, page: int, num_tokens: int) -> bool:
+        """Return whether another page in its place begins with the same `num_tokens` tokens. O(log children)."""
+        node = self.node_of(page)
+        assert node is not None
+        if node.parent is None or node.parent.children is None or node.pages.view[0] != page:
+            return False
+        return node.parent.children.agreement_beside(node.key) >= num_tokens
+
     def rank_at(self, node: Node, index: int) -> Rank:
         """Return the place of `node` among those that end in their memory as it does: the lowest loses pages first."""
         page = int(node.pages.view[index])

@@ -120,7 +120,8 @@ class Engine:
         """Queue one request; its events come from the steps that follow. InvalidRequest if it can never run.
 
         Higher priorities are started first, preempted last and stay longest in the cache. `cache` says what is worth
-        keeping once it has ended: "all", the "prompt" without what was generated, or "none" of what it added.
+        keeping once it has ended: "all", the "prompt" without what was generated, or "none" of what it added. What
+        other requests own stays.
         """
         self._require_open()
         params = params if params is not None else SamplingParams()
@@ -179,7 +180,9 @@ class Engine:
     def release(self, handle: Handle) -> None:
         """Say that a request will not be used again, which aborts it if it lives. Twice is fine.
 
-        It can no longer be forked, and what only it has generated leaves the cache at once.
+        It can no longer be forked. What was generated for it leaves the cache at once, and for those that it was forked
+        from, unless another request that was not released owns it. What callers gave stays, where it does not follow
+        that.
         """
         live = self._loop.requests.live(handle)
         self._recorder.write("release", number=handle.number)
@@ -198,11 +201,7 @@ class Engine:
             raise InvalidRequest(f"truncate: request {handle.number} searches with beams; fork it (at=), or abort it")
         num_tokens = integer("num_tokens", num_tokens, sequence.output_start, sequence.num_tokens)
         self._recorder.write("truncate", number=handle.number, num_tokens=num_tokens, choice=choice)
-        if sequence.table is not None and sequence.table.seq_len >= num_tokens:
-            self._loop.cache.truncate(sequence.table, num_tokens - 1)
-        sequence.truncate(num_tokens)
-        if sequence.constraint is not None:
-            self._loop.grammars.look([sequence.constraint])
+        self._loop.truncate(sequence, num_tokens)
 
     def adopt(self, handle: Handle, branch: Handle, *, choice: int = 0, branch_choice: int = 0) -> None:
         """Let a choice that ended own the tokens of one of its forks, as if it had gone on so. Frees the fork's handle.
@@ -231,8 +230,7 @@ class Engine:
             raise InvalidRequest(f"adopt: request {handle.number} ended before its choices differed; fork it instead")
         choices = {"choice": choice, "branch_choice": branch_choice}
         self._recorder.write("adopt", number=handle.number, branch=branch.number, **choices)
-        sequence.take_over(adopted)
-        self._loop.requests.forget(branch)
+        self._loop.adopt(sequence, branch, adopted)
 
     def pin(self, prompt: str | list[int], namespace: str = "", *, ttl: int | None = None) -> PinnedPrefix:
         """Keep the whole pages that the cache has of a prompt, for `ttl` steps or until `unpin`.
@@ -351,8 +349,7 @@ class Engine:
 
     def check(self) -> None:
         """The whole-state audit: pages, nodes, tables and queues from scratch. Raises if anything is off."""
-        self._loop.cache.check()
-        self._loop.scheduler.check()
+        self._loop.check()
         num_tables = self._loop.cache.stats().num_tables
         if num_tables != len(self._loop.scheduler.running):
             raise BrokenInvariant(f"{num_tables} tables live, {len(self._loop.scheduler.running)} sequences run")

@@ -107,6 +107,8 @@ class Intake:
         child.high_water = min(child.high_water, at) if choice not in parent.ended else 0
         child.num_branches = given.num_branches
         child.found_len = at
+        if at < sequence.num_tokens and at % self._page_size:
+            child.cut_off = sequence.tokens[: -(-at // self._page_size) * self._page_size].copy()
         child.constraint = self._fork_constraint(parent, choice, params, at=at, extra_len=len(extra))
         start = _grammar_start(sequence, params, at=at, extra_len=len(extra))
         texts = with_text(sequence.texts, at, None) if extra else sequence.texts

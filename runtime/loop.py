@@ -12,14 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from radixrt.radix import RadixCache
+from radixrt.radix import RadixCache, require
 
 from .config import EngineConfig
 from .constraint import Grammars
 from .counting import Counters
+from .liveness import Liveness
 from .meter import Meter
 from .model import Forward, Model
 from .outputs import ChoiceEvent, Event, FinishEvent, FinishReason, Handle, TokenEvent
+from .owners import Owners
 from .pins import Pins
 from .plan import Entry, StepPlan
 from .record import Recorder
@@ -55,8 +57,10 @@ class Loop:
         self.meter = Meter(clock)
         self.pins = Pins(self.cache)
         self.tier = HostTier(self.cache, model, swap=config.swap, clock=self.meter.now)
-        self.scheduler = Scheduler(self.cache, self.tier, config, self.counters, self.pins)
-        self.requests = Registry(keep_finished=config.keep_finished, finished_ttl=config.finished_ttl)
+        self.owners = Owners()
+        self._liveness = Liveness(self.cache, self.owners)
+        self.scheduler = Scheduler(self.cache, self.tier, config, self.counters, self.pins, self.owners)
+        self.requests = Registry(self.owners, keep_finished=config.keep_finished, finished_ttl=config.finished_ttl)
         self._runner = Runner(model, self.cache, poison=config.poison)
         self._events: list[Event] = []
         self._mailboxes: dict[Handle, deque[Event]] = {}  # of requests whose events a stream reads, not `take_events`
@@ -102,6 +106,7 @@ class Loop:
         self.tier.start_over(self.cache)
         self._runner.start_over(self.cache)
         self.pins.start_over(self.cache)
+        self._liveness.start_over(self.cache, self.requests, self.requests.kept())
         live = [branch for request in self.requests for branch in request.live]
         self.scheduler.start_over(self.cache, live)
 
@@ -245,7 +250,9 @@ class Loop:
         ready = [branch.logits for branch in request.branches if branch.logits is not None]
         if len(ready) < len(request.branches):
             return
+        before = request.search.hypotheses
         continuations = request.search.advance(torch.stack(ready))
+        self._liveness.search_on(request, before, request.search.hypotheses)
         if request.search.is_done:
             self._end_search(request)
             return
@@ -255,7 +262,7 @@ class Loop:
             self.scheduler.enqueue(child)
         for branch in given_up:
             self.scheduler.remove(branch)
-            self._drop(branch, branch.output_start)
+            self._liveness.give_up(branch)
 
     # -- beginnings and ends --------------------------------------------------------------------------------------
 
@@ -283,12 +290,28 @@ class Loop:
                 self._end(branch, "abort")
 
     def release(self, handle: Handle) -> None:
-        """Forget a request that ended, and drop what only it has generated from the cache."""
+        """Forget a request that ended, and drop what was generated for it, or for what it forked, and nobody owns."""
         request = self.requests.ended(handle)
         if request is not None:
             self.requests.forget(handle)
-            for branch in request.branches:
-                self._drop(branch, branch.output_start)
+            self._liveness.released(request)
+
+    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
+        """Cut a sequence, alive or not, and its table."""
+        old = sequence.fed.copy()
+        if sequence.table is not None and sequence.table.seq_len >= num_tokens:
+            self.cache.truncate(sequence.table, num_tokens - 1)
+        sequence.truncate(num_tokens)
+        if sequence.constraint is not None:
+            self.grammars.look([sequence.constraint])
+        self._liveness.replaced(sequence, old)
+
+    def adopt(self, sequence: Sequence, branch: Handle, adopted: Sequence) -> None:
+        """Let a sequence that ended take over one of the request `branch`, which is released."""
+        old = sequence.fed
+        sequence.take_over(adopted)
+        self._liveness.replaced(sequence, old)
+        self.release(branch)
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """The one way a choice ends: what it has computed stays in the cache, everything else is given back."""
@@ -297,6 +320,7 @@ class Loop:
             self._end_search(request, reason, error)
             return
         self._leave(sequence, reason)
+        self._liveness.ended(sequence)
         self.meter.ended(sequence)
         sequence.constraint = None  # it holds memory; a fork follows the grammar anew
         text = sequence.detokenizer.flush() if sequence.detokenizer is not None else ""
@@ -309,9 +333,12 @@ class Loop:
 
     def _end_search(self, request: Request, reason: FinishReason | None = None, error: str | None = None) -> None:
         """A search ends as a whole, by itself or for `reason`."""
-        for beam in request.branches:
+        assert request.search is not None
+        beams, hypotheses = request.branches, request.search.hypotheses
+        for beam in beams:
             self._leave(beam, reason)
         request.end_search(reason, error)
+        self._liveness.search_over(request, beams, hypotheses)
         self._finish(request)
 
     def _leave(self, sequence: Sequence, reason: FinishReason | None) -> None:
@@ -323,20 +350,9 @@ class Loop:
     def _finish(self, request: Request) -> None:
         """All choices have ended."""
         self.meter.finished(request.handle.number)
+        self._liveness.request_over(request)
         self.requests.end(request, self.step)
-        self._forget_useless(request)
         self._tell(FinishEvent(handle=request.handle, output=request.output()))
-
-    def _forget_useless(self, request: Request) -> None:
-        """Let go at once of what the caller said is not worth keeping."""
-        if request.cache != "all":
-            for branch in request.branches:
-                kept = branch.output_start if request.cache == "prompt" else branch.found_len
-                self._drop(branch, kept)
-
-    def _drop(self, sequence: Sequence, keep_len: int) -> None:
-        """What only this sequence has after its first `keep_len` tokens will not be used again."""
-        self.cache.drop(sequence.tokens, keep_len, sequence.namespace)
 
     # -- events ---------------------------------------------------------------------------------------------------
 
@@ -368,6 +384,24 @@ class Loop:
         self._mailboxes.get(event.handle, self._events).append(event)
         if isinstance(event, FinishEvent):
             self._mailboxes.pop(event.handle, None)
+
+    # -- the whole state ------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Pages, queues, and who owns tokens, from scratch. BrokenInvariant if anything is off."""
+        self.cache.check()
+        self.scheduler.check()
+        ended = [branch for request in self.requests.kept() for branch in request.branches[: len(request.paths)]]
+        alive = [branch for request in self.requests for branch in request.branches]
+        found = [
+            (request.handle, hypothesis)
+            for request in self.requests
+            if request.search is not None
+            for hypothesis in request.search.hypotheses
+        ]
+        owners = set(self.owners)
+        require(owners.issuperset([*self.scheduler.waiting, *ended]), "what waits or was kept owns no tokens")
+        require(owners.issubset([*alive, *ended, *found]), "what is forgotten owns tokens")
 
     # -- the cache ------------------------------------------------------------------------------------------------
 

@@ -11,13 +11,18 @@ from collections.abc import Iterator
 from .checks import instance
 from .errors import InvalidRequest
 from .outputs import Handle
+from .owners import Owners
 from .request import Request
 
 
 class Registry:
-    """Keeps the last `keep_finished` requests that ended, each for `finished_ttl` steps unless it is forgotten."""
+    """Keeps the last `keep_finished` requests that ended, each for `finished_ttl` steps unless it is forgotten.
 
-    def __init__(self, *, keep_finished: int, finished_ttl: int) -> None:
+    What is forgotten is none of the `owners` any more.
+    """
+
+    def __init__(self, owners: Owners, *, keep_finished: int, finished_ttl: int) -> None:
+        self._owners = owners
         self.num_submitted = 0
         self._keep_finished = keep_finished
         self._finished_ttl = finished_ttl
@@ -38,16 +43,21 @@ class Registry:
         number = request.handle.number
         self._ended[number] = self._live.pop(number), step + self._finished_ttl
         if len(self._ended) > self._keep_finished:
-            self._ended.popitem(last=False)
+            self._forget_oldest()
 
     def expire(self, step: int) -> None:
         """Forget the requests whose time is over. O(those)."""
         while self._ended and next(iter(self._ended.values()))[1] < step:
-            self._ended.popitem(last=False)
+            self._forget_oldest()
 
     def forget(self, handle: Handle) -> None:
         """Forget one that ended."""
-        self._ended.pop(handle.number, None)
+        request, _ = self._ended.pop(handle.number)
+        for branch in request.branches:
+            self._owners.disown(branch)
+
+    def _forget_oldest(self) -> None:
+        self.forget(next(iter(self._ended.values()))[0].handle)
 
     def live(self, handle: Handle) -> Request | None:
         """The request, None once it has ended. InvalidRequest where the handle is none of this engine."""
@@ -67,6 +77,10 @@ class Registry:
     def of(self, number: int) -> Request:
         """The live request of this number, which must be there."""
         return self._live[number]
+
+    def kept(self) -> list[Request]:
+        """Those that have ended and can be forked."""
+        return [request for request, _ in self._ended.values()]
 
     def __iter__(self) -> Iterator[Request]:
         """The live ones, oldest first; may change meanwhile."""

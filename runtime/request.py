@@ -109,7 +109,7 @@ class Request:
             self.ended[branch.choice] = _filled(branch, hypothesis)
 
     def end(self, sequence: Sequence, reason: FinishReason, error: str | None) -> list[Choice]:
-        """Note how a branch ended; the choices that ended with it. Ranks them with the last one, where that is asked."""
+        """Note how a branch ended; the choices that ended with it. The last one brings them in their order."""
         with_logprobs = not isinstance(self.params, BeamParams) and self.params.logprobs is not None
         choice = sequence.output(reason, error, with_logprobs=with_logprobs)
         indices = range(len(self.paths)) if len(self.branches) < len(self.paths) else [sequence.choice]
@@ -165,6 +165,7 @@ def _filled(branch: Sequence, hypothesis: Hypothesis) -> Choice:
     """Give a branch that has no output yet that of a hypothesis."""
     for token_id in hypothesis.token_ids:
         branch.append(token_id)
+    branch.high_water = branch.num_tokens - 1  # as a beam
     if branch.detokenizer is not None:
         shown = hypothesis.token_ids[: -1 if hypothesis.finish_reason == "stop" else None]
         branch.text = [branch.detokenizer.add(token_id) for token_id in shown]

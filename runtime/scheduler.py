@@ -17,6 +17,7 @@ from radixrt.radix import Match, PageTable, RadixCache, WritePlan, require
 from .config import EngineConfig
 from .counting import Counters
 from .intake import branch_pages
+from .owners import Owners
 from .pins import Pins
 from .plan import Leader, StepPlan
 from .sequence import Sequence, TokenArray
@@ -31,12 +32,21 @@ class Scheduler:
     (docs/life-of-a-request.md says within how many steps a request ends).
     """
 
-    def __init__(self, cache: RadixCache, tier: HostTier, config: EngineConfig, counters: Counters, pins: Pins) -> None:
+    def __init__(
+        self,
+        cache: RadixCache,
+        tier: HostTier,
+        config: EngineConfig,
+        counters: Counters,
+        pins: Pins,
+        owners: Owners,
+    ) -> None:
         self.cache = cache
         self.tier = tier
         self.counters = counters
         self.config = config
         self.pins = pins
+        self._owners = owners
         self.waiting: list[Sequence] = []  # by age
         self.running: list[Sequence] = []  # by age
         self.fetching: dict[Sequence, tuple[Transfer, ...]] = {}  # of waiting ones: what was begun for their admission
@@ -46,7 +56,10 @@ class Scheduler:
     def enqueue(self, sequence: Sequence) -> None:
         """Let a new sequence wait, or run at once where it already holds pages (a fork)."""
         self._room_in_vain = None
-        _insert(self.waiting if sequence.table is None else self.running, sequence)
+        if sequence.table is None:
+            self._wait(sequence)
+        else:
+            _insert(self.running, sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that ended, in whatever state, and close its table."""
@@ -61,10 +74,11 @@ class Scheduler:
     def start_over(self, cache: RadixCache, live: Iterable[Sequence]) -> None:
         """Let every live sequence wait, without pages, for a fresh cache."""
         self.cache = cache
-        self.waiting = sorted(live, key=_age)
-        self.running, self.isolated, self.fetching, self._room_in_vain = [], [], {}, None
-        for sequence in self.waiting:
+        self.waiting, self.running, self.isolated = [], [], []
+        self.fetching, self._room_in_vain = {}, None
+        for sequence in live:
             sequence.table = None
+            self._wait(sequence)
 
     def plan(self, plan: StepPlan) -> None:
         """Fill the next step: decode rows, then prompts under way, then new requests, up to the token budget.
@@ -118,9 +132,14 @@ class Scheduler:
         self.cache.close(sequence.table)
         sequence.table = None
         _remove(self.running, sequence)
-        _insert(self.waiting, sequence)
+        self._wait(sequence)
         self._room_in_vain = None
         self.counters.preemptions += 1
+
+    def _wait(self, sequence: Sequence) -> None:
+        """Let a sequence that holds no pages wait; what is cached of it is still its own."""
+        _insert(self.waiting, sequence)
+        self._owners.keep(sequence)
 
     # -- one sequence ---------------------------------------------------------------------------------------------
 

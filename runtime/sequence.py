@@ -62,6 +62,7 @@ class Sequence:
     was_opened: bool = False  # the cache knows of it; opening it again is no further request
     borrows: bool = True  # takes a part of a cached page to copy; not where the copy was a page too many
     bypassed: int = 0  # later requests admitted before this one
+    cut_off: TokenArray | None = None  # what it was truncated or forked from, up to the end of the page in which
     cached_tokens: int = 0
     computed_tokens: int = 0
     recomputed_tokens: int = 0
@@ -95,6 +96,16 @@ class Sequence:
         view = self._generated[: self.num_tokens]
         view.flags.writeable = False
         return view
+
+    @property
+    def fed(self) -> TokenArray:
+        """The tokens that were ever computed or found cached, a read-only view."""
+        return self.tokens[: self.high_water]
+
+    def given_len(self, start: int = 0) -> int:
+        """Tokens before the first one, from `start` on, that a model chose."""
+        generated = self.generated[start:]
+        return start + int(generated.argmax()) if generated.any() else self.num_tokens
 
     @property
     def computed_len(self) -> int:
@@ -176,7 +187,7 @@ class Sequence:
         self.history = History(self.tokens[: self.output_start].copy())
         for token_id in self.tokens[self.output_start :].tolist():
             self.history.add(token_id)
-        self.texts = other.texts
+        self.texts, self.high_water = other.texts, other.high_water
 
     def twin(self, choice: int, path: tuple[int, ...]) -> Sequence:
         """Another choice of the same request, from the end of what they have in common. No pages, and no cost yet."""
@@ -208,6 +219,7 @@ class Sequence:
             was_opened=self.table is not None,
             borrows=True,
             bypassed=0,
+            cut_off=None,
             cached_tokens=0,
             computed_tokens=0,
             recomputed_tokens=0,

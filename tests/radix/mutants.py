@@ -398,10 +398,8 @@ MUTANTS = [
     *_of(
         RadixCache,
         "drop",
-        drop_takes_a_page_that_ends_in_kept_tokens=(
-            "[-(-keep_len // self.page_size) :]",
-            "[keep_len // self.page_size :]",
-        ),
+        drop_takes_a_page_that_ends_in_kept_tokens=("if num_kept and len(doomed) and", "if False and"),
+        drop_leaves_a_page_that_others_are_like=("and not self.tree.has_like(int(doomed[0]), num_kept)", ""),
         drop_does_not_count=("self._dropped_pages += num_pages", "pass"),
         drop_counts_as_eviction=("self._dropped_pages += num_pages", "self._evicted_pages += num_pages"),
         drop_does_not_release=("self._release(cut.edges[0])", "pass"),

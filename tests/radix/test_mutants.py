@@ -131,6 +131,17 @@ def tails_are_told_apart() -> None:
     simulation.finish()
 
 
+def a_page_beside_keeps_what_is_to_be_kept() -> None:
+    """The page of 4 goes, although 4 is to stay: another begins with it; then that one is alone, and stays."""
+    simulation = Simulation(num_pages=8, page_size=4)
+    for tokens in ([*range(8)], [*range(5), 9, 9, 9]):
+        request(simulation, tokens)
+    simulation.drop(namespace="", tokens=[*range(8)], keep_len=6)
+    for tokens in ([*range(8)], [*range(5), 9, 9, 9]):
+        simulation.drop(namespace="", tokens=tokens, keep_len=5)
+    simulation.finish()
+
+
 def reset_while_a_copy_waits() -> None:
     simulation = Simulation(num_pages=8, page_size=4)
     parent = simulation.open(namespace="", tokens=[])
@@ -336,6 +347,7 @@ def swap_what_others_use() -> None:
 def run() -> None:
     branch_between_two_steps()
     evict_past_held_leaves()
+    a_page_beside_keeps_what_is_to_be_kept()
     a_page_is_as_warm_as_what_continued_it()
     a_page_is_as_warm_as_what_forks_made_of_it()
     evict_by_priority()

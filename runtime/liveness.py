@@ -1,0 +1,121 @@
+"""What of the cache nobody will ask for any more: dead branches leave it at once, whoever else owns them keeps them.
+
+Knows nothing of queues or steps. It changes what is evicted when, never an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from radixrt.radix import RadixCache
+
+from .beams import Hypothesis
+from .owners import Owners
+from .request import Request
+from .sequence import Sequence, TokenArray
+
+
+class Liveness:
+    """Drops from one cache what its owners have given up, and nobody else owns or holds."""
+
+    def __init__(self, cache: RadixCache, owners: Owners) -> None:
+        self.cache = cache
+        self.owners = owners
+
+    def start_over(self, cache: RadixCache, live: Iterable[Request], kept: Iterable[Request]) -> None:
+        """Serve a fresh cache, for these that live and that have ended; who waits is still to be noted."""
+        self.cache = cache
+        self.owners.clear()
+        for request in kept:
+            for branch in request.branches[: len(request.paths)]:
+                self.owners.keep(branch)
+        for request in live:
+            for branch in request.branches:
+                if branch.choice in request.ended:
+                    self.owners.keep(branch)
+            if request.search is not None:
+                self.search_on(request, (), request.search.hypotheses)
+
+    def ended(self, sequence: Sequence) -> None:
+        """It holds no pages any more; what it has computed is its own until its request is forgotten."""
+        self.owners.keep(sequence)
+        self._drop_cut_off(sequence)
+
+    def give_up(self, branch: Sequence) -> None:
+        """Others of its request go on or were better."""
+        self.owners.disown(branch)
+        self._drop(branch.fed, branch.output_start, branch.namespace)
+        self._drop_cut_off(branch)
+
+    def search_on(self, request: Request, before: tuple[Hypothesis, ...], now: tuple[Hypothesis, ...]) -> None:
+        """The hypotheses that a search has now own what was computed of them; those it has given up, nothing."""
+        trunk = request.branches[0]
+
+        def tokens_of(hypothesis: Hypothesis) -> TokenArray:
+            return np.concatenate([trunk.tokens[: trunk.output_start], np.array(hypothesis.token_ids, np.int32)])
+
+        for hypothesis in now:
+            if hypothesis not in before:
+                tokens = tokens_of(hypothesis)
+                self.owners.own((request.handle, hypothesis), tokens, trunk.namespace, len(tokens) - 1)
+        for hypothesis in before:
+            if hypothesis not in now:
+                self.owners.disown((request.handle, hypothesis))
+                self._drop(tokens_of(hypothesis)[:-1], trunk.output_start, trunk.namespace)
+
+    def search_over(self, request: Request, beams: list[Sequence], hypotheses: tuple[Hypothesis, ...]) -> None:
+        """The branches of a request are now what its search has found, of its beams and hypotheses at the end."""
+        for branch in request.branches:
+            self.owners.keep(branch)
+        self.search_on(request, hypotheses, ())
+        for beam in beams:
+            self.give_up(beam)
+
+    def request_over(self, request: Request) -> None:
+        """Choices that are not among the best are given up, and what the caller said is not worth keeping."""
+        for branch in request.branches[len(request.paths) :]:
+            self.give_up(branch)
+        if request.cache != "all":
+            for branch in request.branches[: len(request.paths)]:
+                kept = branch.output_start if request.cache == "prompt" else branch.found_len
+                self.owners.keep(branch, kept)
+                self._drop(branch.fed, kept, branch.namespace)
+
+    def released(self, request: Request) -> None:
+        """A request that owns nothing any more: what was generated for it, or for those that it was forked from.
+
+        What callers gave stays, as far as nothing comes before it that was generated for nobody who is left.
+        """
+        for branch in request.branches:
+            self._drop_cut_off(branch)
+            known_len = self.owners.known_len(branch.tokens, branch.namespace)
+            kept = branch.given_len(known_len)
+            self._drop(branch.fed, kept if kept > known_len else branch.given_len(), branch.namespace)
+
+    def replaced(self, sequence: Sequence, old: TokenArray) -> None:
+        """A sequence that had been fed `old` owns other tokens now, which begin alike.
+
+        A page in which they part may be in use. It is dropped once the sequence has ended, or is cut again.
+        """
+        self.ended(sequence)
+        self._drop(old, sequence.output_start, sequence.namespace)
+        size = self.cache.page_size
+        sequence.cut_off = old[: -(-sequence.num_tokens // size) * size]
+
+    def _drop_cut_off(self, sequence: Sequence) -> None:
+        if sequence.cut_off is not None:
+            self._drop(sequence.cut_off, sequence.given_len(), sequence.namespace)
+            sequence.cut_off = None
+
+    def _drop(self, fed: TokenArray, keep_len: int, namespace: str) -> None:
+        """Of these tokens what nobody owns or holds after the first `keep_len` will not be used again.
+
+        Nor is what follows them in the page in which they end: that had stayed for them.
+        """
+        while True:
+            tokens = self.cache.completed(fed, namespace)
+            keep_len = max(min(keep_len, len(tokens)), self.owners.owned_len(tokens, namespace))
+            if not self.cache.drop(tokens, keep_len, namespace):
+                return

@@ -1,0 +1,68 @@
+"""Who may still ask for which tokens although it holds no pages: what waits, and what has ended and can be forked.
+
+Knows nothing of pages, or of how long anybody owns anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+import numpy as np
+from sortedcontainers import SortedList
+
+from radixrt.radix import agreement
+
+from .sequence import Sequence, TokenArray
+
+
+class Owners:
+    """Token paths by owner: a sequence, or what stands for one. O(tokens + log owners) each.
+
+    Of all paths in an order by tokens the one that agrees furthest with another is next to it.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Nobody owns anything."""
+        self._paths: dict[Hashable, tuple[str, tuple[bytes, int]]] = {}  # namespace, tokens, how many are of use
+        self._sorted: dict[str, SortedList] = {}
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._paths)
+
+    def keep(self, sequence: Sequence, num_tokens: int | None = None) -> None:
+        """A sequence owns its tokens (the first `num_tokens`) as they are now. Of one that ran the last is not fed."""
+        num_fed = sequence.num_tokens - (sequence.high_water > 0)
+        self.own(sequence, sequence.tokens[:num_tokens], sequence.namespace, num_fed)
+
+    def own(self, owner: Hashable, tokens: TokenArray, namespace: str, num_fed: int) -> None:
+        """Somebody owns these tokens, of which `num_fed` have or will have pages, and nothing any more that it did."""
+        self.disown(owner)
+        path = tokens.tobytes(), min(num_fed, len(tokens))
+        self._paths[owner] = namespace, path
+        self._sorted.setdefault(namespace, SortedList()).add(path)
+
+    def disown(self, owner: Hashable) -> None:
+        """Somebody will not ask any more. No error where it did not own anything."""
+        if owner in self._paths:
+            namespace, path = self._paths.pop(owner)
+            self._sorted[namespace].remove(path)
+            if not self._sorted[namespace]:
+                del self._sorted[namespace]
+
+    def owned_len(self, tokens: TokenArray, namespace: str) -> int:
+        """How many leading tokens of these somebody may ask for the pages of."""
+        return max((min(agreed, num_fed) for agreed, num_fed in self._beside(tokens, namespace)), default=0)
+
+    def known_len(self, tokens: TokenArray, namespace: str) -> int:
+        """How many leading tokens of these somebody owns, fed or not."""
+        return max((agreed for agreed, _ in self._beside(tokens, namespace)), default=0)
+
+    def _beside(self, tokens: TokenArray, namespace: str) -> list[tuple[int, int]]:
+        """How far the two paths agree that are next to these tokens, and how many of theirs are fed."""
+        paths = self._sorted.get(namespace, [])
+        at = paths.bisect_right((tokens.tobytes(), len(tokens))) if paths else 0
+        beside = paths[max(0, at - 1) : at + 1]
+        return [(agreement(np.frombuffer(path, np.int32), tokens), num_fed) for path, num_fed in beside]
