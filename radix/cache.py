@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from .ages import Ages
 from .audit import audit
 from .copies import Copies
 from .errors import CacheError, ClosedTable, LiveTables
@@ -70,6 +71,7 @@ class RadixCache:
         self._max_pinned = max_pinned
         self._now = 0
         self._evicted_pages = self._evicted_host_pages = self._dropped_pages = 0
+        self._ages = Ages()
         self._forked_copies = self._reused_copies = 0
         self._swapped_out = self._swapped_in = 0
         self._opened = self._opened_tokens = self._hit_tokens = self._host_hit_tokens = 0
@@ -435,6 +437,8 @@ class RadixCache:
             policy=self.tree.policy.name,
             evicted_pages=self._evicted_pages,
             evicted_host_pages=self._evicted_host_pages,
+            eviction_ages=tuple(self._ages.buckets),
+            eviction_age_total=self._ages.total,
             dropped_pages=self._dropped_pages,
             swapped_out=self._swapped_out,
             swapped_in=self._swapped_in,
@@ -628,6 +632,8 @@ class RadixCache:
         for cut in cuts:
             self._note(cut, by)
         for edge in (edges := [edge for cut in cuts for edge in cut.edges]):
+            last_use = np.maximum.accumulate(self.tree.policy.last_use(edge)[::-1])  # as if one by one, from the end
+            self._ages.add((self._now - last_use).tolist())
             self.tree.policy.evicted(edge)
         if edges:
             page_ids = np.concatenate(edges)

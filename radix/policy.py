@@ -48,6 +48,9 @@ class EvictionPolicy(Protocol):
     def evicted(self, page_ids: IntArray) -> None:
         """These pages were evicted."""
 
+    def last_use(self, page_ids: IntArray) -> _TimeArray:
+        """Return when each page, or one that was evicted from behind it, was used last."""
+
     def heat(self, page: int) -> Heat:
         """Return how warm a cached page is; colder sorts first."""
 
@@ -83,6 +86,9 @@ class LRU:
 
     def evicted(self, page_ids: IntArray) -> None:
         pass
+
+    def last_use(self, page_ids: IntArray) -> _TimeArray:
+        return self._last[page_ids]
 
     def heat(self, page: int) -> int:
         return int(self._last[page])
@@ -139,6 +145,9 @@ class LRU2:
         backwards = page_ids[::-1]
         uses = np.maximum.accumulate(self.last[backwards]).tolist()
         remember(self._ghosts, dict(zip(self._ids[backwards].tolist(), uses, strict=True)), self._max_ghosts)
+
+    def last_use(self, page_ids: IntArray) -> _TimeArray:
+        return self.last[page_ids]
 
     def heat(self, page: int) -> tuple[int, int]:
         return int(self._before[page]), int(self.last[page])
@@ -208,6 +217,9 @@ class Duel:
 
     def evicted(self, page_ids: IntArray) -> None:
         self._uses.evicted(page_ids)
+
+    def last_use(self, page_ids: IntArray) -> _TimeArray:
+        return self._uses.last_use(page_ids)
 
     def heat(self, page: int) -> Heat:
         return self._uses.heat(page) if self._looks_back else int(self._uses.last[page])

@@ -5,6 +5,7 @@ Knows nothing of how they come about.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .tokens import IntArray
@@ -97,6 +98,8 @@ class CacheStats:
     policy: str
     evicted_pages: int
     evicted_host_pages: int
+    eviction_ages: tuple[int, ...]  # pages evicted from either memory, bucket i of ages in [2**i, 2**(i + 1)): how
+    eviction_age_total: int  # many uses and evictions of the whole cache lay between a page's last use and its end
     dropped_pages: int  # of both memories
     swapped_out: int  # pages that moved to host memory
     swapped_in: int
@@ -106,6 +109,12 @@ class CacheStats:
     opened_tokens: int
     hit_tokens: int
     host_hit_tokens: int  # of these, in pages that came back from host memory and were not hit since
+
+    @property
+    def mean_eviction_age(self) -> float:
+        """Uses and evictions of the cache between a page's last use and its own eviction; NaN where there was none."""
+        count = sum(self.eviction_ages)
+        return self.eviction_age_total / count if count else math.nan
 
     @property
     def num_active(self) -> int:

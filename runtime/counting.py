@@ -28,6 +28,10 @@ class Counters:
     recomputed_after_preemption: int = 0  # or after a borrowed tail was given up, or a step with a copy failed
     cached: int = 0  # tokens that needed no row of their own: found in the cache or a row of another request
     preemptions: int = 0
+    # Of these, the ones that have run again, by what had become of their pages until then:
+    preemptions_kept: int = 0  # all were there still
+    preemptions_swapped: int = 0  # what was missing came back from host memory
+    preemptions_recomputed: int = 0  # some had to be computed again
     forks: int = 0  # sequences that began as another's, choices of one request included
 
     def add_cached(self, sequence: Sequence, stop: int) -> None:
@@ -35,6 +39,16 @@ class Counters:
         self.cached += len(range(sequence.high_water, stop))
         sequence.cached_tokens += len(range(sequence.told_len, min(stop, sequence.output_start)))
         sequence.reach(stop)
+
+    def add_resumed(self, sequence: Sequence, opened_len: int, *, swapped: bool) -> None:
+        """A preempted sequence runs again from `opened_len` tokens on, for some of which pages were moved or not."""
+        sequence.resumes = False
+        if opened_len < min(sequence.high_water, sequence.num_tokens - 1):
+            self.preemptions_recomputed += 1
+        elif swapped:
+            self.preemptions_swapped += 1
+        else:
+            self.preemptions_kept += 1
 
     def add_step(self, plan: StepPlan) -> None:
         """Charge the rows of a step that ran: a shared row to the request submitted first, cached for the others."""

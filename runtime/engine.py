@@ -54,6 +54,11 @@ class EngineStats:
     cache: CacheStats
     transfers: Transfers
 
+    @property
+    def swap_rate(self) -> float:
+        """Pages moved between device and host memory per step since the start. Of a while: take differences."""
+        return (self.transfers.swap_outs + self.transfers.swap_ins) / max(1, self.counters.steps)
+
 
 class Engine:
     """Generates for many requests at once over shared, paged KV.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from .sequence import Sequence
@@ -76,12 +77,12 @@ class Meter:
         self._last: dict[tuple[int, int], float] = {}  # by choice: when it had its last token
 
     def now(self) -> float | None:
-        """The clock's time; None, and counted, where it fails."""
-        try:
-            return float(self._clock())
-        except Exception:
-            self._num_failures += 1
-            return None
+        """The clock's time; None, and counted, where it fails or says no number."""
+        with suppress(Exception):
+            if math.isfinite(now := float(self._clock())):
+                return now
+        self._num_failures += 1
+        return None
 
     def submitted(self, sequence: Sequence) -> None:
         if (now := self.now()) is not None:

@@ -134,6 +134,7 @@ class Scheduler:
         _remove(self.running, sequence)
         self._wait(sequence)
         self._room_in_vain = None
+        sequence.resumes = True
         self.counters.preemptions += 1
 
     def _wait(self, sequence: Sequence) -> None:
@@ -357,7 +358,9 @@ class Scheduler:
         if not sequence.high_water:
             sequence.found_len = max(sequence.found_len, there.length + there.host_len)
         sequence.known_len = there.length
-        self.fetching.pop(sequence, None)
+        transfers = self.fetching.pop(sequence, ())
+        if sequence.resumes:
+            self.counters.add_resumed(sequence, opened_len, swapped=bool(transfers))
         sequence.bypassed = 0
         self.counters.add_cached(sequence, opened_len)
         for other in itertools.takewhile(lambda other: other.number < sequence.number, self.waiting):

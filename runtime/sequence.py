@@ -60,6 +60,7 @@ class Sequence:
     found_len: int = 0  # tokens that were there before it: cached at its first admission, or its parent's
     known_len: int = 0  # tokens found cached at admission; a row below it runs for its logits alone
     was_opened: bool = False  # the cache knows of it; opening it again is no further request
+    resumes: bool = False  # was preempted and has not run since
     borrows: bool = True  # takes a part of a cached page to copy; not where the copy was a page too many
     bypassed: int = 0  # later requests admitted before this one
     cut_off: TokenArray | None = None  # what it was truncated or forked from, up to the end of the page in which
@@ -217,6 +218,7 @@ class Sequence:
             high_water=0 if self.table is not None else self.high_water,
             told_len=0,
             was_opened=self.table is not None,
+            resumes=False,
             borrows=True,
             bypassed=0,
             cut_off=None,

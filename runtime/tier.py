@@ -153,7 +153,7 @@ class HostTier:
             num_pages -= len(copies)
 
     def fetch(self, tokens: TokenArray, namespace: str = "", by: str = "") -> tuple[Transfer, ...]:
-        """Begin to bring back what host memory has of `tokens`, where that pays; what to wait for, if anything.
+        """Begin to bring back what host memory has of `tokens`, where that pays; what brings it, over or to wait for.
 
         Whoever waits goes on once all of these are over, with what is cached then: a copy may fail.
         """
@@ -168,7 +168,7 @@ class HostTier:
         under_way = tuple(t for t in self._transfers if any(copy.src in wanted for copy in t.copies))
         copies = self._cache.swap_in(tokens, namespace, num_pages, by)
         begun = self._begin(copies, self._model.copy_in) if copies else None
-        return under_way if begun is None or begun.is_over else (*under_way, begun)
+        return under_way if begun is None else (*under_way, begun)
 
     def _keep_ahead(self) -> None:
         """Begin to move the coldest pages out, for what is missing of a share of free pages and not under way."""

@@ -5,6 +5,7 @@ The reference of the test kit says the same at length (test_machine.py); this sa
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -302,3 +303,28 @@ def test_dropped_pages_leave_no_ghosts() -> None:
     put(cache, [1])
     put(cache, [2])
     assert order_of_eviction(cache, [1], [2]) == [0, 1]
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_ages_at_eviction(policy: str) -> None:
+    """In uses and evictions of the whole cache; a page is as old as the last of what was evicted from behind it."""
+    cache = RadixCache(num_pages=8, page_size=1, policy=policy)
+    put(cache, [1, 2, 3])  # opened at 1, published at 2
+    cache.close(cache.open([1]))  # at 3
+    assert math.isnan(cache.stats().mean_eviction_age)
+    cache.evict(2)  # at 4
+    put(cache, [7])  # at 5 and 6
+    cache.evict(2)  # at 7: one is 4 old, the other 1
+    stats = cache.stats()
+    assert (stats.eviction_ages, stats.eviction_age_total) == ((1, 2, 1), 2 + 2 + 4 + 1)
+    assert stats.mean_eviction_age == 9 / 4
+
+
+def test_pages_that_leave_host_memory_have_an_age_too() -> None:
+    cache = RadixCache(num_pages=2, page_size=1, num_host_pages=1)
+    put(cache, [1])  # published at 2
+    cache.swaps_done(cache.swap_out(1))
+    put(cache, [2])  # published at 4
+    cache.swaps_done(cache.swap_out(1))  # for which the first is dropped, at 5
+    stats = cache.stats()
+    assert (stats.evicted_pages, stats.evicted_host_pages, stats.eviction_ages) == (0, 1, (0, 1))
