@@ -277,6 +277,8 @@ class RadixCache:
     def pin(self, tokens: Tokens, namespace: str = "") -> Pin | None:
         """Keep the cached full pages of `tokens` from eviction until `unpin`; `prefix_len` says how much that is.
 
+        On the device: what lies in host memory is not pinned, since a pinned page stays in its place, and one that may
+        come back to the device, or make way for a page that is published anew, cannot. `swap_in` it first.
         None, and nothing changed, if pins would then hold more than `max_pinned` pages, each counted once. How long a
         pin lives is for the caller, who has a clock, to say.
         """

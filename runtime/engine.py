@@ -240,8 +240,9 @@ class Engine:
     def pin(self, prompt: str | list[int], namespace: str = "", *, ttl: int | None = None) -> PinnedPrefix:
         """Keep the whole pages that the cache has of a prompt, for `ttl` steps or until `unpin`.
 
-        Computes nothing: run the prompt first. All pins hold at most `pin_budget` of the pool, else InvalidRequest;
-        the oldest gives way where a request could never go on otherwise.
+        Computes nothing, and brings nothing back from host memory, which is not pinned: run the prompt first, which
+        does both; `prefix_len` says how much was on the device, and there it stays. All pins hold at most `pin_budget`
+        of the pool, else InvalidRequest; the oldest gives way where a request could never go on otherwise.
         """
         self._require_open()
         tokens = self._intake.tokens(prompt)

@@ -143,6 +143,20 @@ def test_a_prompt_comes_back_and_is_not_computed_again() -> None:
         engine.check()
 
 
+def test_a_pin_holds_what_is_on_the_device() -> None:
+    """Host pages are not pinned; once the prompt has run again everything is, and stays there."""
+    with two_prompts(num_pages=10, swap="always", pin_budget=1.0) as engine:
+        matched = engine.explain([1] * 16)
+        assert matched.host_len
+        assert engine.pin([1] * 16).prefix_len == matched.matched // 4 * 4
+        engine.generate([[1] * 16], GREEDY)
+        assert engine.pin([1] * 16).prefix_len == 16
+        for token in range(5, 15):
+            engine.generate([[token] * 16], GREEDY)
+            engine.check()
+        assert engine.explain([1] * 16).matched == 16
+
+
 def test_never_means_recompute() -> None:
     with two_prompts(swap="never") as engine:
         engine.generate([[1] * 16], GREEDY)
