@@ -5,24 +5,24 @@ Knows token ids and page ids; nothing of tensors, models or requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 
-from .ages import Ages
 from .audit import audit
 from .copies import Copies
 from .errors import CacheError, ClosedTable, LiveTables
-from .explain import Eviction, EvictionLedger
+from .explain import EvictionLedger
+from .host import HostPages
 from .lookup import Lookup
 from .node import Node
 from .policy import POLICIES, EvictionPolicy
 from .pool import PagePool
+from .room import Room
 from .table import PageTable, Pin
 from .tails import LiveTails
-from .tokens import EMPTY, IntArray, Tokens, agreement, as_tokens, count_after_last
-from .tree import Cut, RadixTree, Walk
+from .tokens import EMPTY, IntArray, Tokens, agreement, as_tokens
+from .tree import RadixTree, Walk
 from .values import CacheStats, Explanation, Match, PageCopy, WritePlan
 
 
@@ -67,15 +67,20 @@ class RadixCache:
         self.tails = LiveTails()
         self._ledger = EvictionLedger(self.pool.generations)
         self._lookup = Lookup(self.tree, self.tails, self.copies, self._ledger)
+        self._room = Room(
+            pool=self.pool,
+            tree=self.tree,
+            tables=self.tables,
+            copies=self.copies,
+            swaps=self.swaps,
+            ledger=self._ledger,
+            on_free=self._freed,
+        )
+        self._host = HostPages(room=self._room, lookup=self._lookup, swaps=self.swaps, page_size=page_size)
         self._on_free = on_free
         self._max_pinned = max_pinned
-        self._now = 0
-        self._evicted_pages = self._evicted_host_pages = self._dropped_pages = 0
-        self._ages = Ages()
         self._forked_copies = self._reused_copies = 0
-        self._swapped_out = self._swapped_in = 0
         self._opened = self._opened_tokens = self._hit_tokens = self._host_hit_tokens = 0
-        self._came_back = np.zeros(num_pages + 1, np.bool_)  # from the host, and no request has hit it since
 
     @property
     def num_pages(self) -> int:
@@ -91,17 +96,8 @@ class RadixCache:
 
     @property
     def num_evictable(self) -> int:
-        """Device pages that `evict` could free now: count 1, and nobody holds a device page that continues them.
-
-        A copy to the host is no obstacle: `evict` takes the page it names off the tree where nothing else is left. Who
-        holds a page holds all before it, save for the few pages that `_stray_pages` lists. O(num_pages), vectorised.
-        """
-        stop = self.pool.num_pages + 1
-        evictable = (self.pool.refs[:stop] == 1) & (self.tree.owner[:stop] > 0)
-        for page in self._stray_pages():
-            for before in self.tree.path_to(page):
-                evictable[before] = False
-        return int(np.count_nonzero(evictable))
+        """Device pages that `evict` could free now. O(num_pages), vectorised."""
+        return self._room.num_evictable
 
     # Looking.
 
@@ -144,9 +140,9 @@ class RadixCache:
         if match.tail_page is not None:
             page_ids = np.append(page_ids, np.int32(match.tail_page))
         self.pool.retain(page_ids)
-        self._now += 1
+        self._room.tick()
         cached = page_ids[self.tree.owner[page_ids] > 0]  # all but a live sequence's tail
-        self.tree.use(cached, priority=priority, now=self._now)
+        self.tree.use(cached, priority=priority, now=self._room.now)
         if not again:
             self._count_request(len(wanted), page_ids, match.length)
         table = PageTable(
@@ -176,7 +172,7 @@ class RadixCache:
         start, stop = table.seq_len, table.seq_len + len(new)
         shared = self._shared_pages(table, new, leader, shared_len)
         copies_last = self._copies_last(table, len(new))
-        fresh = self._alloc(self._num_needed(table, len(new), len(shared)), by or table.label)
+        fresh = self._room.alloc(self._num_needed(table, len(new), len(shared)), by or table.label)
         if fresh is None:
             return None
         copies: tuple[PageCopy, ...] = ()
@@ -200,8 +196,8 @@ class RadixCache:
         self.copies.finish(plan.copies)
         for copy in plan.copies:
             pages = np.array([copy.src, copy.dst], np.int32)
-            self._release(pages)
-            self._settle(pages)
+            self._room.release(pages)
+            self._room.settle(pages)
 
     def publish(self, table: PageTable, *, tail: bool = False) -> None:
         """All of `table` is written: share its full pages, with `tail` the partly filled last one too.
@@ -218,16 +214,16 @@ class RadixCache:
             raise CacheError(f"pages {pending} wait for a copy: call copies_done before publish")
         stop = len(tokens) if tail else len(tokens) // self.page_size * self.page_size
         if stop > first * self.page_size:
-            self._now += 1
+            self._room.tick()
             walk = self.tree.walk(*self._cursor(table), tokens[:stop], first * self.page_size)
             home, index = first + walk.num_device, first + len(walk.page_ids)
             self._repoint(page_ids[first:home], walk.page_ids[: walk.num_device])
-            self._bring_home(page_ids[home:index], walk.page_ids[walk.num_device :])
-            self.tree.use(page_ids[first:index], priority=table.priority, now=self._now)
+            self._host.bring_home(page_ids[home:index], walk.page_ids[walk.num_device :])
+            self.tree.use(page_ids[first:index], priority=table.priority, now=self._room.now)
             self._give(table, walk, index, stop)
         table.written_len = len(tokens)
         self.tails.update(table)
-        self._settle(page_ids[max(table.num_tree_pages - 1, 0) : table.num_tree_pages + 1])
+        self._room.settle(page_ids[max(table.num_tree_pages - 1, 0) : table.num_tree_pages + 1])
 
     def truncate(self, table: PageTable, seq_len: int) -> None:
         """Keep the first `seq_len` tokens of `table` and let go of the pages past them. O(pages dropped)."""
@@ -241,8 +237,8 @@ class RadixCache:
         table.written_len = min(table.written_len, seq_len)
         table.borrows = table.borrows and not len(dropped)
         self.tails.update(table)
-        self._release(dropped)
-        self._settle(dropped[max(last - num_pages, 0) :])
+        self._room.release(dropped)
+        self._room.settle(dropped[max(last - num_pages, 0) :])
 
     def fork(self, table: PageTable, label: str | None = None) -> PageTable:
         """Return a second table on the same pages, tokens and namespace, `label` kept unless given. O(pages)."""
@@ -268,8 +264,8 @@ class RadixCache:
         table.closed = True
         self.tables.remove(table)
         self.tails.update(table)
-        self._release(page_ids)
-        self._settle(page_ids[last:])
+        self._room.release(page_ids)
+        self._room.settle(page_ids[last:])
         table.page_buffer.truncate(0)
 
     # Keeping and letting go.
@@ -288,7 +284,7 @@ class RadixCache:
         pin = Pin(match.page_ids, match.prefix_len)
         self.pool.retain(pin.page_ids)
         self.pins.add(pin)
-        self._settle(pin.page_ids[-1:])
+        self._room.settle(pin.page_ids[-1:])
         return pin
 
     def unpin(self, pin: Pin) -> None:
@@ -297,8 +293,8 @@ class RadixCache:
             raise ClosedTable(f"the pin of {pin.prefix_len} tokens was unpinned before, or is not of this cache")
         pin.closed = True
         self.pins.remove(pin)
-        self._release(pin.page_ids)
-        self._settle(pin.page_ids[-1:])
+        self._room.release(pin.page_ids)
+        self._room.settle(pin.page_ids[-1:])
 
     def evict(self, num_pages: int, by: str = "") -> int:
         """Free up to `num_pages` device pages, from the end of the coldest leaf; return how many it found. O(each).
@@ -307,7 +303,7 @@ class RadixCache:
         """
         if num_pages < 0:
             raise CacheError(f"cannot evict {num_pages} pages")
-        return self._evict(num_pages, by)
+        return self._room.evict(num_pages, by)
 
     def drop(self, tokens: Tokens, keep_len: int = 0, namespace: str = "", *, by: str = "drop") -> int:
         """Free what is cached of `tokens` past the first `keep_len`, which the caller will not use again.
@@ -320,20 +316,10 @@ class RadixCache:
         wanted = as_tokens(tokens)
         if not 0 <= keep_len <= len(wanted):
             raise CacheError(f"cannot keep {keep_len} tokens: {len(wanted)} were given")
-        self._now += 1
         doomed, num_kept = self._lookup.path(wanted, namespace)[keep_len // self.page_size :], keep_len % self.page_size
         if num_kept and len(doomed) and not self.tree.has_like(int(doomed[0]), num_kept):
             doomed = doomed[1:]
-        leaf = self.tree.leaf_of(int(doomed[-1])) if len(doomed) else None
-        # Where the leaf's edge begins another sequence goes on, or the root is.
-        num_pages = self._num_loose(doomed[-leaf.pages.size :]) if leaf is not None else 0
-        if leaf is None or not num_pages:
-            return 0
-        cut = self.tree.cut_end(leaf, num_pages)
-        self._note(cut, by)
-        self._release(cut.edges[0])
-        self._dropped_pages += num_pages
-        return num_pages
+        return self._room.drop(doomed, by)
 
     def reset(self) -> None:
         """Forget everything cached. Raises `LiveTables` while tables, pins or copies live."""
@@ -342,7 +328,7 @@ class RadixCache:
             live = f"{len(self.tables)} tables, {len(self.pins)} pins and {num_copies} copies"
             raise LiveTables(f"cannot reset: {live} live; close, unpin and finish them first")
         self._ledger.clear()
-        self._release(self.tree.clear())
+        self._room.release(self.tree.clear())
 
     # Between device and host.
 
@@ -358,15 +344,7 @@ class RadixCache:
         """
         if num_pages < 0:
             raise CacheError(f"cannot swap out {num_pages} pages")
-        with self._holding(keep):
-            page_ids = self.tree.cold_pages(num_pages if self.pool.num_host_pages else 0)
-            missing = len(page_ids) - self.pool.num_free_host
-            if missing > 0:
-                self._shrink(self.tree.coldest_host, self.tree.trim_host, missing, by)
-        page_ids = page_ids[: self.pool.num_free_host]
-        host_ids = self.pool.alloc_host(len(page_ids))
-        assert host_ids is not None, "no more was asked for than is free"
-        return self._begin_swaps(page_ids, host_ids)
+        return self._host.swap_out(num_pages, by, keep)
 
     def swap_in(
         self, tokens: Tokens, namespace: str = "", max_pages: int | None = None, by: str = ""
@@ -376,17 +354,7 @@ class RadixCache:
         Evicts for them, put down to `by`, but nothing of this path; None, and nothing changed, if that cannot be
         enough. The copies are as those of `swap_out`. Pages that are under way already are left out.
         """
-        match = self._lookup.match(as_tokens(tokens), namespace)
-        wanted = host_ids = match.host_ids[:max_pages]
-        host_ids = host_ids[[not self.swaps.naming(page) for page in host_ids.tolist()]] if self.swaps else host_ids
-        if not len(host_ids):
-            return ()
-        with self._holding(match):
-            page_ids = self._alloc(len(host_ids), by)
-            if page_ids is not None:
-                self._now += 1
-                self.tree.use(np.concatenate([match.page_ids, wanted]), now=self._now)
-        return None if page_ids is None else self._begin_swaps(host_ids, page_ids)
+        return self._host.swap_in(as_tokens(tokens), namespace, max_pages, by)
 
     def swaps_done(self, copies: tuple[PageCopy, ...]) -> None:
         """These copies have run: each destination takes the place of its source in the tree, and the source is freed.
@@ -395,21 +363,11 @@ class RadixCache:
         come after a host page (a copy that overtook one it depends on), the destination is freed and nothing else
         changes. A copy that is not in flight raises `CacheError`.
         """
-        self.swaps.finish(copies)
-        for copy in copies:
-            src, dst = copy.src, copy.dst
-            moved = int(self.pool.refs[src]) == 2 and self.tree.move(src, dst)  # held by the tree and the copy alone
-            self._swapped_out += moved and dst > self.pool.num_pages
-            self._swapped_in += moved and src > self.pool.num_pages
-            if moved and src > self.pool.num_pages:
-                self._came_back[dst] = True
-            self._end_swap(copy, np.array([src, src if moved else dst], np.int32))
+        self._host.done(copies)
 
     def swaps_failed(self, copies: tuple[PageCopy, ...]) -> None:
         """These copies went wrong: the sources are what they were, the destinations are freed."""
-        self.swaps.finish(copies)
-        for copy in copies:
-            self._end_swap(copy, np.array([copy.src, copy.dst], np.int32))
+        self._host.failed(copies)
 
     # Reporting.
 
@@ -437,13 +395,13 @@ class RadixCache:
             num_leaves=self.tree.num_leaves,
             num_namespaces=len(self.tree.roots),
             policy=self.tree.policy.name,
-            evicted_pages=self._evicted_pages,
-            evicted_host_pages=self._evicted_host_pages,
-            eviction_ages=tuple(self._ages.buckets),
-            eviction_age_total=self._ages.total,
-            dropped_pages=self._dropped_pages,
-            swapped_out=self._swapped_out,
-            swapped_in=self._swapped_in,
+            evicted_pages=self._room.evicted_pages,
+            evicted_host_pages=self._room.evicted_host_pages,
+            eviction_ages=tuple(self._room.ages.buckets),
+            eviction_age_total=self._room.ages.total,
+            dropped_pages=self._room.dropped_pages,
+            swapped_out=self._host.swapped_out,
+            swapped_in=self._host.swapped_in,
             forked_copies=self._forked_copies,
             reused_copies=self._reused_copies,
             opened=self._opened,
@@ -458,11 +416,16 @@ class RadixCache:
 
     # Inside.
 
+    def _freed(self, page_ids: IntArray) -> None:
+        self._host.freed(page_ids)
+        if self._on_free is not None:
+            self._on_free(page_ids)
+
     def _adopt(self, table: PageTable) -> PageTable:
         """Let a table live, whose pages were retained for it."""
         self.tables.add(table)
         self.tails.update(table)
-        self._settle(table.page_buffer.view[max(table.num_tree_pages - 1, 0) :])
+        self._room.settle(table.page_buffer.view[max(table.num_tree_pages - 1, 0) :])
         return table
 
     def _count_request(self, num_tokens: int, page_ids: IntArray, length: int) -> None:
@@ -470,10 +433,7 @@ class RadixCache:
         self._opened += 1
         self._opened_tokens += num_tokens
         self._hit_tokens += length
-        index = np.flatnonzero(self._came_back[page_ids])
-        if len(index):
-            self._host_hit_tokens += int(np.minimum(length - index * self.page_size, self.page_size).sum())
-            self._came_back[page_ids] = False
+        self._host_hit_tokens += self._host.take_hits(page_ids, length)
 
     def _shared_pages(self, table: PageTable, new: IntArray, leader: PageTable | None, shared_len: int) -> IntArray:
         """Return the leader's pages that lie in `[0, shared_len)` and where `table` has none yet."""
@@ -516,7 +476,7 @@ class RadixCache:
         copy = self.copies.begin(page, dst, table.seq_len % self.page_size)
         self.pool.retain(np.array([copy.src, dst], np.int32))
         last[0] = dst
-        self._release(np.array([page], np.int32))
+        self._room.release(np.array([page], np.int32))
         self._reused_copies += table.borrows
         self._forked_copies += not table.borrows
         return copy
@@ -533,43 +493,7 @@ class RadixCache:
         duplicates, canonical = own[changed], cached[changed]
         self.pool.retain(canonical)
         own[changed] = canonical
-        self._release(duplicates)
-
-    def _bring_home(self, own: IntArray, host: IntArray) -> None:
-        """Let `own`, pages of a table that hold what these host pages do, take their place in the tree."""
-        self.pool.retain(own)
-        for page, home in zip(host.tolist(), own.tolist(), strict=True):
-            moved = self.tree.move(page, home)
-            assert moved, "the pages before are on the device"
-        self._release(host)
-
-    @contextmanager
-    def _holding(self, match: Match | None) -> Iterator[None]:
-        """Keep the full pages that were matched, in both memories, while this lasts."""
-        if match is None:
-            yield
-            return
-        ends = np.concatenate([match.page_ids[-1:], match.host_ids[-1:]])
-        for page_ids in (match.page_ids, match.host_ids):
-            self.pool.retain(page_ids)
-        self._settle(ends)
-        yield
-        for page_ids in (match.page_ids, match.host_ids):
-            self._release(page_ids)
-        self._settle(ends)
-
-    def _begin_swaps(self, src: IntArray, dst: IntArray) -> tuple[PageCopy, ...]:
-        """Note copies of whole pages from `src`, in the tree, to `dst`, just allocated for them."""
-        pairs = zip(src.tolist(), dst.tolist(), strict=True)
-        copies = tuple(self.swaps.begin(page, to, self.page_size) for page, to in pairs)
-        self.pool.retain(src)
-        self._settle(src)
-        return copies
-
-    def _end_swap(self, copy: PageCopy, page_ids: IntArray) -> None:
-        """Let go of `page_ids`, which a finished copy held."""
-        self._release(page_ids)
-        self._settle(np.array([copy.src, copy.dst], np.int32))
+        self._room.release(duplicates)
 
     def _give(self, table: PageTable, walk: Walk, index: int, stop: int) -> None:
         """Let the tree continue `walk` with the pages of `table` from `index` on, up to token `stop`."""
@@ -577,113 +501,14 @@ class RadixCache:
         if len(tokens):
             page_ids = table.page_buffer.view[index : -(-stop // self.page_size)]
             superseded = self.tree.insert(
-                walk, tokens, page_ids, label=table.label, priority=table.priority, now=self._now
+                walk, tokens, page_ids, label=table.label, priority=table.priority, now=self._room.now
             )
             if superseded is not None:
                 self.pool.retain(page_ids)
-                self._release(superseded)
-
-    def _alloc(self, num_pages: int, by: str) -> IntArray | None:
-        """Allocate, evicting exactly what is missing; None, and nothing evicted, if that cannot be enough."""
-        missing = num_pages - self.pool.num_free
-        if missing > 0:
-            # Each leaf in the order gives a page at least, which spares the full count in the common case.
-            if missing > len(self.tree.order) and missing > self.num_evictable:
-                return None
-            self._evict(missing, by)
-        return self.pool.alloc(num_pages)
-
-    def _evict(self, num_pages: int, by: str) -> int:
-        num_found = self._shrink(self.tree.coldest, self.tree.trim, num_pages, by)
-        if num_found < num_pages and self.swaps:
-            num_pages = min(num_pages, num_found + self.num_evictable)
-            while num_found < num_pages:
-                self._give_up_swaps(by)
-                num_found += self._shrink(self.tree.coldest, self.tree.trim, num_pages - num_found, by)
-        return num_found
-
-    def _shrink(
-        self, coldest: Callable[[], Node | None], trim: Callable[[Node, int], Cut], num_pages: int, by: str
-    ) -> int:
-        """Free up to `num_pages` pages of the memory that `coldest` and `trim` are about; return how many it found."""
-        cuts: list[Cut] = []
-        remaining = num_pages
-        while remaining and (node := coldest()) is not None:
-            cuts.append(trim(node, remaining))
-            remaining -= cuts[-1].count
-        self._forget(cuts, by)
-        return num_pages - remaining
-
-    def _give_up_swaps(self, by: str) -> None:
-        """Take pages on their way to the host off the tree, until one before them can be evicted, as there is one.
-
-        They are free once their copies end.
-        """
-        while not self.tree.order:
-            for copy in self.swaps:
-                held = int(self.pool.refs[copy.src]) > 2 or copy.src > self.pool.num_pages
-                if not held and (cut := self.tree.cut_off(copy.src)) is not None:
-                    self._forget([cut], by)
-                    break
-            else:
-                raise AssertionError("a page was counted as evictable that nothing gives up")
-
-    def _forget(self, cuts: list[Cut], by: str) -> None:
-        """Note what was evicted, and let go of it."""
-        self._now += 1
-        for cut in cuts:
-            self._note(cut, by)
-        for edge in (edges := [edge for cut in cuts for edge in cut.edges]):
-            last_use = np.maximum.accumulate(self.tree.policy.last_use(edge)[::-1])  # as if one by one, from the end
-            self._ages.add((self._now - last_use).tolist())
-            self.tree.policy.evicted(edge)
-        if edges:
-            page_ids = np.concatenate(edges)
-            num_device = len(page_ids)
-            if self.pool.num_host_pages:
-                num_device = int(np.count_nonzero(page_ids <= self.pool.num_pages))
-            self._evicted_pages += num_device
-            self._evicted_host_pages += len(page_ids) - num_device
-            self._release(page_ids)
-
-    def _num_loose(self, page_ids: IntArray) -> int:
-        """How many pages at the end nobody holds but the tree and copies between device and host."""
-        counts = self.pool.refs[page_ids]
-        if self.swaps:
-            counts -= np.array([self.swaps.naming(page) for page in page_ids.tolist()], np.int32)
-        return count_after_last(counts != 1)
-
-    def _note(self, cut: Cut, by: str) -> None:
-        """Write down who took pages off the tree; they keep their count for the caller to release."""
-        self._ledger.record(cut.after, cut.namespace, cut.key, Eviction(by, self._now))
+                self._room.release(superseded)
 
     def _num_pinned(self, more: IntArray = EMPTY) -> int:
         return len(np.unique(np.concatenate([more, *(pin.page_ids for pin in self.pins)])))
-
-    def _release(self, page_ids: IntArray) -> None:
-        freed = self.pool.release(page_ids)
-        if self.pool.num_host_pages:
-            self._came_back[freed[freed <= self.pool.num_pages]] = False
-        if len(freed) and self._on_free is not None:
-            self._on_free(freed)
-
-    def _settle(self, page_ids: IntArray) -> None:
-        """Re-examine the leaves that end in one of these pages, whose counts moved."""
-        for page in page_ids.tolist():
-            self.tree.settle(page)
-
-    def _stray_pages(self) -> Iterator[int]:
-        """Yield tree pages whose holder may not hold the path to them, few and short-lived.
-
-        They are unpublished pages of a table that another published (a fork or a leader, on a path where the tree had
-        earlier pages already), and pages of copies in flight whose table moved on.
-        """
-        for table in self.tables:
-            beyond = table.num_tree_pages + 1  # the page before it borrows or follows tree pages the table holds
-            if table.page_buffer.size > beyond:
-                yield from (page for page in table.page_buffer.view[beyond:].tolist() if self.tree.owner[page])
-        for copy in self.copies:
-            yield from (page for page in (copy.src, copy.dst) if self.tree.owner[page])
 
     def _require_live(self, table: PageTable) -> None:
         if table not in self.tables:

@@ -14,9 +14,11 @@ from unittest.mock import patch
 
 from radixrt.radix import LRU, LRU2, Duel, PagePool, RadixCache, RadixTree
 from radixrt.radix.copies import Copies
+from radixrt.radix.host import HostPages
 from radixrt.radix.lookup import Lookup
 from radixrt.radix.node import Children
 from radixrt.radix.pool import _FreeList
+from radixrt.radix.room import Room
 from radixrt.radix.shadow import Shadow
 from radixrt.radix.tails import LiveTails
 
@@ -59,7 +61,7 @@ MUTANTS = [
         RadixCache,
         "open",
         open_does_not_retain=("self.pool.retain(page_ids)", "pass"),
-        open_is_no_use=("self.tree.use(cached, priority=priority, now=self._now)", "pass"),
+        open_is_no_use=("self.tree.use(cached, priority=priority, now=self._room.now)", "pass"),
         open_forgets_its_priority=("            priority=priority,\n", "            priority=0,\n"),
         order_stays_when_the_ranking_changes=("self.tree.rerank()", "pass"),
         open_counts_full_pages_only=("page_ids, match.length)", "page_ids, match.prefix_len)"),
@@ -114,10 +116,10 @@ MUTANTS = [
         first_copy_ends_no_borrowing=("table.borrows = table.borrows and not len(new)", "pass"),
     ),
     *_of(
-        RadixCache,
-        "_alloc",
+        Room,
+        "alloc",
         extend_evicts_before_it_knows=("and missing > self.num_evictable", "and False"),
-        extend_evicts_one_page_more=("self._evict(missing, by)", "self._evict(missing + 1, by)"),
+        extend_evicts_one_page_more=("self.evict(missing, by)", "self.evict(missing + 1, by)"),
         extend_trusts_the_number_of_leaves=("and missing > self.num_evictable", ""),
     ),
     *_of(
@@ -144,7 +146,7 @@ MUTANTS = [
         RadixCache,
         "publish",
         publish_is_no_use_of_what_is_there=(
-            "self.tree.use(page_ids[first:index], priority=table.priority, now=self._now)",
+            "self.tree.use(page_ids[first:index], priority=table.priority, now=self._room.now)",
             "pass",
         ),
         publish_gives_the_tail_too=("stop = len(tokens) if tail else", "stop = len(tokens) if True else"),
@@ -155,16 +157,17 @@ MUTANTS = [
         "_repoint",
         publish_frees_before_it_moves_the_table=(
             "= own[changed], cached[changed]\n",
-            "= own[changed], cached[changed]\n        self.pool.retain(duplicates)\n        self._release(duplicates)\n"
-            "        self._release(duplicates)\n        self.pool.refs[duplicates] += 1\n",
+            "= own[changed], cached[changed]\n        self.pool.retain(duplicates)\n"
+            "        self._room.release(duplicates)\n"
+            "        self._room.release(duplicates)\n        self.pool.refs[duplicates] += 1\n",
         ),
         publish_leaves_the_table_on_its_duplicate=("own[changed] = canonical", "pass"),
-        publish_keeps_duplicates=("self._release(duplicates)", "pass"),
+        publish_keeps_duplicates=("self._room.release(duplicates)", "pass"),
     ),
     *_of(
         RadixCache,
         "_give",
-        superseded_page_is_not_released=("self._release(superseded)", "pass"),
+        superseded_page_is_not_released=("self._room.release(superseded)", "pass"),
         tree_does_not_retain=("self.pool.retain(page_ids)", "pass"),
     ),
     *_of(
@@ -208,10 +211,10 @@ MUTANTS = [
         drop_takes_pages_that_others_continue=("and node.pages.view[-1] == page", ""),
     ),
     *_of(
-        RadixCache,
+        Room,
         "_num_loose",
         drop_takes_pages_that_others_hold=("count_after_last(counts != 1)", "len(page_ids)"),
-        drop_stops_at_what_is_under_way=("if self.swaps:", "if False:"),
+        drop_stops_at_what_is_under_way=("if self._swaps:", "if False:"),
     ),
     *_of(
         RadixTree,
@@ -289,86 +292,86 @@ MUTANTS = [
         host_pages_are_evictable_before_what_continues_them=("node.children is None and", ""),
     ),
     *_of(
-        RadixCache,
-        "_evict",
+        Room,
+        "evict",
         swaps_are_given_up_in_vain=("min(num_pages, num_found + self.num_evictable)", "num_pages"),
-        eviction_stops_before_what_is_under_way=("if num_found < num_pages and self.swaps:", "if False:"),
+        eviction_stops_before_what_is_under_way=("if num_found < num_pages and self._swaps:", "if False:"),
     ),
     *_of(
-        RadixCache,
+        Room,
         "_give_up_swaps",
         held_pages_are_given_up=("int(self.pool.refs[copy.src]) > 2 or", ""),
     ),
     *_of(
-        RadixCache,
+        Room,
         "_shrink",
         evict_takes_the_whole_leaf=("trim(node, remaining)", "trim(node, 1_000)"),
     ),
     *_of(
-        RadixCache,
+        Room,
         "_forget",
-        evict_does_not_count=("self._evicted_pages += num_device", "pass"),
+        evict_does_not_count=("self.evicted_pages += num_device", "pass"),
         policy_does_not_hear_of_evictions=("self.tree.policy.evicted(edge)", "pass"),
-        evict_does_not_count_host_pages=("self._evicted_host_pages += len(page_ids) - num_device", "pass"),
+        evict_does_not_count_host_pages=("self.evicted_host_pages += len(page_ids) - num_device", "pass"),
     ),
     *_of(
-        RadixCache,
-        "_bring_home",
-        pages_come_home_unretained=("self.pool.retain(own)", "pass"),
-        host_pages_stay_when_others_came_home=("self._release(host)", "pass"),
+        HostPages,
+        "bring_home",
+        pages_come_home_unretained=("self._pool.retain(own)", "pass"),
+        host_pages_stay_when_others_came_home=("self._room.release(host)", "pass"),
     ),
     *_of(
-        RadixCache,
+        HostPages,
         "swap_out",
         swap_out_drops_too_many_host_pages=("missing, by)", "missing + 1, by)"),
-        swap_out_keeps_nothing=("with self._holding(keep):", "with self._holding(None):"),
+        swap_out_keeps_nothing=("with self._room.holding(keep):", "with self._room.holding(None):"),
         swap_out_drops_no_host_pages=("if missing > 0:", "if False:"),
         swap_out_starts_at_the_wrong_end=(
-            "page_ids[: self.pool.num_free_host]",
-            "page_ids[::-1][: self.pool.num_free_host]",
+            "page_ids[: self._pool.num_free_host]",
+            "page_ids[::-1][: self._pool.num_free_host]",
         ),
     ),
     *_of(
-        RadixCache,
+        HostPages,
         "swap_in",
-        swap_in_copies_what_is_under_way=("if self.swaps else host_ids", "if False else host_ids"),
-        swap_in_is_no_use=("self.tree.use(np.concatenate([match.page_ids, wanted]), now=self._now)", "pass"),
-        swap_in_uses_what_it_brings_alone=("np.concatenate([match.page_ids, wanted])", "wanted"),
+        swap_in_copies_what_is_under_way=("if self._swaps else host_ids", "if False else host_ids"),
+        swap_in_is_no_use=("self._tree.use(np.concatenate([match.page_ids, used]), now=self._room.tick())", "pass"),
+        swap_in_uses_what_it_brings_alone=("np.concatenate([match.page_ids, used])", "used"),
     ),
     *_of(
-        RadixCache,
-        "_holding",
+        Room,
+        "holding",
         swaps_evict_their_own_path=(
             "(match.page_ids, match.host_ids):\n            self.pool.retain",
             "():\n            self.pool.retain",
         ),
-        swaps_keep_their_path=("self._release(page_ids)", "pass"),
+        swaps_keep_their_path=("self.release(page_ids)", "pass"),
         swaps_leave_their_path_out_of_the_order=(
-            "self._release(page_ids)\n        self._settle(ends)",
-            "self._release(page_ids)",
+            "self.release(page_ids)\n        self.settle(ends)",
+            "self.release(page_ids)",
         ),
     ),
     *_of(
-        RadixCache,
-        "_begin_swaps",
-        swaps_keep_no_source=("self.pool.retain(src)", "self.pool.retain(dst)"),
-        swapped_page_stays_evictable=("self._settle(src)", "pass"),
+        HostPages,
+        "_begin",
+        swaps_keep_no_source=("self._pool.retain(src)", "self._pool.retain(dst)"),
+        swapped_page_stays_evictable=("self._room.settle(src)", "pass"),
     ),
     *_of(
-        RadixCache,
-        "swaps_done",
-        page_moves_under_its_reader=("int(self.pool.refs[src]) == 2 and", ""),
+        HostPages,
+        "done",
+        page_moves_under_its_reader=("int(self._pool.refs[src]) == 2 and", ""),
         moved_source_is_not_released=("src if moved else dst", "dst"),
         nobody_knows_what_came_back=("self._came_back[dst] = True", "pass"),
         moves_are_counted_the_wrong_way=("moved and dst > self", "moved and src > self"),
     ),
     *_of(
-        RadixCache,
-        "swaps_failed",
-        failed_copies_take_effect=("self._end_swap(copy,", "self.tree.move(copy.src, copy.dst), self._end_swap(copy,"),
+        HostPages,
+        "failed",
+        failed_copies_take_effect=("self._end(copy,", "self._tree.move(copy.src, copy.dst), self._end(copy,"),
     ),
-    *_of(RadixCache, "_end_swap", page_stays_out_of_the_order=("self._settle(np.array", "(np.array")),
-    *_of(RadixCache, "num_evictable", stray_pages_hide_nothing=("in self._stray_pages()", "in ()")),
+    *_of(HostPages, "_end", page_stays_out_of_the_order=("self._room.settle(np.array", "(np.array")),
+    *_of(Room, "num_evictable", stray_pages_hide_nothing=("in self._stray_pages()", "in ()")),
     *_of(
         RadixCache,
         "fork",
@@ -385,14 +388,14 @@ MUTANTS = [
         ),
         truncate_keeps_what_was_written=("table.written_len = min(table.written_len, seq_len)", "pass"),
         truncate_forgets_the_live_tail=("self.tails.update(table)", "pass"),
-        truncate_leaves_its_leaf_out_of_the_order=("self._settle(dropped[max(last - num_pages, 0) :])", "pass"),
+        truncate_leaves_its_leaf_out_of_the_order=("self._room.settle(dropped[max(last - num_pages, 0) :])", "pass"),
     ),
     *_of(
         RadixCache,
         "close",
-        close_does_not_release=("self._release(page_ids)", "pass"),
+        close_does_not_release=("self._room.release(page_ids)", "pass"),
         close_leaves_the_live_tail=("self.tails.update(table)", "pass"),
-        close_leaves_its_leaf_out_of_the_order=("self._settle(page_ids[last:])", "pass"),
+        close_leaves_its_leaf_out_of_the_order=("self._room.settle(page_ids[last:])", "pass"),
     ),
     *_of(RadixCache, "_require_live", closed_tables_can_be_used=("if table not in self.tables:", "if False:")),
     *_of(
@@ -400,12 +403,16 @@ MUTANTS = [
         "drop",
         drop_takes_a_page_that_ends_in_kept_tokens=("if num_kept and len(doomed) and", "if False and"),
         drop_leaves_a_page_that_others_are_like=("and not self.tree.has_like(int(doomed[0]), num_kept)", ""),
-        drop_does_not_count=("self._dropped_pages += num_pages", "pass"),
-        drop_counts_as_eviction=("self._dropped_pages += num_pages", "self._evicted_pages += num_pages"),
-        drop_does_not_release=("self._release(cut.edges[0])", "pass"),
+        drop_ignores_namespaces=("self._lookup.path(wanted, namespace)", 'self._lookup.path(wanted, "")'),
+    ),
+    *_of(
+        Room,
+        "drop",
+        drop_does_not_count=("self.dropped_pages += num_pages", "pass"),
+        drop_counts_as_eviction=("self.dropped_pages += num_pages", "self.evicted_pages += num_pages"),
+        drop_does_not_release=("self.release(cut.edges[0])", "pass"),
         drop_takes_the_whole_edge=("self.tree.cut_end(leaf, num_pages)", "self.tree.cut_end(leaf, leaf.pages.size)"),
         drop_takes_more_than_its_leaf=("doomed[-leaf.pages.size :]", "doomed"),
-        drop_ignores_namespaces=("self._lookup.path(wanted, namespace)", 'self._lookup.path(wanted, "")'),
     ),
     *_of(
         Lookup,
@@ -424,21 +431,17 @@ MUTANTS = [
     *_of(
         RadixCache,
         "reset",
-        reset_forgets_the_pages=("self._release(self.tree.clear())", "self.tree.clear()"),
+        reset_forgets_the_pages=("self._room.release(self.tree.clear())", "self.tree.clear()"),
         reset_while_copies_run=("or self.copies or", "or"),
         reset_while_swaps_run=("or self.copies or self.swaps:", "or self.copies:"),
     ),
+    *_of(Room, "release", nobody_hears_of_one_free_page=("if len(freed):", "if len(freed) > 1:")),
+    *_of(HostPages, "freed", freed_pages_came_back=("= False", "= True")),
     *_of(
-        RadixCache,
-        "_release",
-        nobody_hears_of_one_free_page=("if len(freed) and", "if len(freed) > 1 and"),
-        freed_pages_came_back=("= False", "= True"),
-    ),
-    *_of(
-        RadixCache,
-        "_count_request",
+        HostPages,
+        "take_hits",
         host_hits_are_counted_again=("self._came_back[page_ids] = False", "pass"),
-        host_hits_are_whole_pages=("np.minimum(length - index * self.page_size, self.page_size)", "(0 * index + 1)"),
+        host_hits_are_whole_pages=("np.minimum(length - index * self._page_size, self._page_size)", "(0 * index + 1)"),
     ),
     *_of(
         RadixCache,
