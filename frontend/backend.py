@@ -11,6 +11,7 @@ from radixrt.runtime import (
     CacheUse,
     Engine,
     Event,
+    Explanation,
     Handle,
     InvalidRequest,
     PinnedPrefix,
@@ -58,6 +59,9 @@ class Backend(Protocol):
     def unpin(self, pinned: PinnedPrefix) -> None:
         """End a pin. One that has ended is no error."""
 
+    def explain(self, tokens: list[int], namespace: str) -> Explanation | None:
+        """What the cache has of these tokens and why no more. None where that is not known."""
+
     @property
     def is_idle(self) -> bool:
         """No request waits or runs, so no event is to come."""
@@ -96,6 +100,9 @@ class EngineBackend:
 
     def unpin(self, pinned: PinnedPrefix) -> None:
         self._engine.unpin(pinned)
+
+    def explain(self, tokens: list[int], namespace: str) -> Explanation | None:
+        return self._engine.explain(tokens, namespace)
 
     @property
     def is_idle(self) -> bool:

@@ -1,4 +1,4 @@
-"""The `radixrt` command: generate, demo, verify, info, plan, replay.
+"""The `radixrt` command: generate, demo, verify, info, plan, replay, trace.
 
 Knows nothing of models or caching. Imports of the runtime stand inside the commands, because torch comes with it.
 """
@@ -206,6 +206,18 @@ def replay(
         typer.echo(f"{done.num_lines} lines, {done.num_steps} steps: {verdict}")
         if done.difference is not None:
             raise typer.Exit(1)
+
+
+@app.command()
+def trace(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What a program's `trace` option wrote.")],
+) -> None:
+    """Show the runs of a trace: their branches, and what of each prompt was cached and what was computed."""
+    with plain_errors():
+        from .trace import load_trace
+        from .trace_view import TraceView
+
+        Console(highlight=False).print(TraceView(load_trace(file)))
 
 
 def main() -> None:

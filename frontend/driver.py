@@ -16,7 +16,7 @@ from threading import Condition, Lock, RLock, local
 from time import monotonic
 from weakref import WeakKeyDictionary, proxy
 
-from radixrt.runtime import Engine, FinishEvent, Handle, Output
+from radixrt.runtime import Engine, FinishEvent, Handle, Output, TokenEvent
 
 from .backend import Backend, EngineBackend
 from .chat import Template
@@ -27,6 +27,10 @@ GRACE = 0.02  # seconds; waiting this long for a thread costs less than a step w
 _ROUNDS = 4  # of an event loop: a task that got its answer has asked for the next one by then
 
 Loop = asyncio.AbstractEventLoop
+
+
+def always() -> bool:
+    return True
 
 
 class TurnLock:
@@ -57,10 +61,15 @@ class TurnLock:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """One request that runs. `on_end` is called under the driver's lock, before anybody who waits hears of it."""
+    """One request that runs. `on_text` and `on_end` are called under the driver's lock, before who waits hears of it.
+
+    Whoever waits for it steps only while it `is_wanted`; `Driver.resume` says that this has changed.
+    """
 
     handle: Handle
     on_end: Callable[[Output | BaseException], None]
+    is_wanted: Callable[[], bool]
+    on_text: Callable[[str], None] | None = None
     is_done: bool = False
     num_threads: int = 0  # that wait for it
     futures: list[tuple[Loop, asyncio.Future[None]]] = field(default_factory=list)
@@ -82,11 +91,13 @@ class Driver:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def watch(self, handle: Handle, on_end: Callable[[Output | BaseException], None]) -> Ticket:
+    def watch(
+        self, handle: Handle, on_end: Callable[[Output | BaseException], None], is_wanted: Callable[[], bool]
+    ) -> Ticket:
         """Tell `on_end` of the request's output, or of what kept it from one."""
         with self.lock:
             self._touched = monotonic()
-            ticket = self._tickets[handle] = Ticket(handle, on_end)
+            ticket = self._tickets[handle] = Ticket(handle, on_end, is_wanted)
             return ticket
 
     def cancel(self, ticket: Ticket, reason: BaseException) -> None:
@@ -162,14 +173,21 @@ class Driver:
                 return
             entry = loop, loop.create_future()
             ticket.futures.append(entry)
-            if loop not in self._pumps:
-                self._pumps[loop] = loop.create_task(self._pump(loop))
+            self._start_pump(loop)
         try:
             await entry[1]
         finally:
             with self.lock:
                 if entry in ticket.futures:
                     ticket.futures.remove(entry)
+
+    def resume(self) -> None:
+        """A reader wants more: who waits for its requests may step again."""
+        with self.lock:
+            self.lock.changed.notify_all()
+            for loop in {loop for ticket in self._tickets.values() for loop, _ in ticket.futures}:
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(self._start_pump, loop)
 
     def _count(self, change: int) -> None:
         with self.lock:
@@ -182,10 +200,18 @@ class Driver:
         patience = self._touched + GRACE - monotonic() if self._num_busy > 0 else 0.0
         if ticket.is_done:
             return
-        if patience > 0:
+        if not ticket.is_wanted():
+            self.lock.changed.wait()
+        elif patience > 0:
             self.lock.changed.wait(patience)
         else:
             self._step()
+
+    def _start_pump(self, loop: Loop) -> None:
+        """On the loop's thread."""
+        with self.lock:
+            if loop not in self._pumps and self._has_waiting(loop):
+                self._pumps[loop] = loop.create_task(self._pump(loop))
 
     async def _pump(self, loop: Loop) -> None:
         """Step while tasks of this loop wait."""
@@ -212,13 +238,13 @@ class Driver:
 
     def _has_waiting(self, loop: Loop) -> bool:
         with self.lock:
-            return any(loop is one for ticket in self._tickets.values() for one, _ in ticket.futures)
+            waiting = (ticket for ticket in self._tickets.values() if ticket.futures and ticket.is_wanted())
+            return any(loop is one for ticket in waiting for one, _ in ticket.futures)
 
     def _step(self) -> bool:
         """Run the backend once and tell who waits; whether a request ended. What it raises ends all requests."""
         try:
             events = self.backend.step()
-            ended = [event for event in events if isinstance(event, FinishEvent) and event.handle in self._tickets]
             if not events and self.backend.is_idle:
                 raise StateMisuse(
                     "engine: its events went elsewhere; while programs run, call no step() of its own beside them"
@@ -227,9 +253,15 @@ class Driver:
             for ticket in list(self._tickets.values()):
                 self._end(ticket, error)
             return True
-        for event in ended:
-            self._end(self._tickets[event.handle], event.output)
-        return bool(ended)
+        has_ended = False
+        for event in events:
+            heard = self._tickets.get(event.handle)
+            if heard is not None and isinstance(event, FinishEvent):
+                self._end(heard, event.output)
+                has_ended = True
+            elif heard is not None and isinstance(event, TokenEvent) and heard.on_text is not None:
+                heard.on_text(event.text)
+        return has_ended
 
     def _end(self, ticket: Ticket, outcome: Output | BaseException) -> None:
         del self._tickets[ticket.handle]

@@ -1,12 +1,16 @@
 """The program language, as `import radixrt as rx` offers it: everything named here. Knows nothing beyond the names."""
 
+from . import events
 from .failures import GenerationFailed, StateMisuse
+from .otel import OpenTelemetry
+from .outline import Outline
 from .program import Program, program
 from .run import Cost
 from .scope import Branches, Failed, Ok
 from .session import Session, session
 from .slot import Slot
 from .state import Mark, State
+from .trace import Trace, load_trace
 
 __all__ = [
     "Branches",
@@ -15,11 +19,16 @@ __all__ = [
     "GenerationFailed",
     "Mark",
     "Ok",
+    "OpenTelemetry",
+    "Outline",
     "Program",
     "Session",
     "Slot",
     "State",
     "StateMisuse",
+    "Trace",
+    "events",
+    "load_trace",
     "program",
     "session",
 ]

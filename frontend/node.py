@@ -15,7 +15,7 @@ from hashlib import blake2b
 
 from radixrt.runtime import CacheUse, Handle, InvalidRequest, Output, SamplingParams
 
-from .driver import Driver, Ticket
+from .driver import Driver, Ticket, always
 
 _IDLE = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -28,6 +28,7 @@ class Origin:
     namespace: str
     priority: int
     cache: CacheUse
+    is_wanted: Callable[[], bool] = always  # what is generated; else nobody steps for it
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -123,7 +124,7 @@ def root(origin: Origin, tokens: tuple[int, ...], params: SamplingParams) -> Nod
 
 
 def watch(node: Node, on_end: Callable[[Output | BaseException], None]) -> Ticket:
-    return node.origin.driver.watch(node.handle, on_end)
+    return node.origin.driver.watch(node.handle, on_end, node.origin.is_wanted)
 
 
 def seed_of(seed: int, path: tuple[int, ...]) -> int:

@@ -6,11 +6,11 @@ A plain program runs on the thread that calls `run`, which steps the engine when
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, aclosing, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -18,12 +18,17 @@ from radixrt.runtime import CacheUse, Engine, InvalidRequest
 
 from .backend import Backend
 from .batch import Journal, in_tasks, in_threads
-from .driver import Driver, driver_of
+from .driver import Driver, always, driver_of
+from .events import Observer, RunEnded, RunEvent, RunStarted
 from .failures import BranchCancelled, annotate
 from .node import Origin, seed_of
+from .outline import Outline, outline, prefix_order
+from .progress import Tally, has_terminal, shown
 from .run import Run
 from .scope import Failed, Ok
 from .state import State
+from .stream import Mailbox
+from .trace import TraceWriter
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,27 +38,60 @@ Runs = Engine | Backend | Driver
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a program runs, apart from its arguments. Equal seeds and arguments give equal answers."""
+    """How a program runs, apart from its arguments. Equal seeds and arguments give equal answers.
+
+    `trace` is a JSONL file that each run is added to. `observers` are called for one `Observer` of each run.
+    """
 
     seed: int = 0
     namespace: str = ""
     priority: int = 0
     cache: CacheUse = "all"
+    trace: str | Path | None = None
+    observers: Sequence[Callable[[], Observer]] = ()
+
+    def observing(self, stack: ExitStack) -> list[Observer]:
+        """The observers of one run, which the stack closes."""
+        writers: list[Observer] = [TraceWriter(self.trace)] if self.trace is not None else []
+        made = [stack.enter_context(closing(one)) for one in writers]
+        return [*made, *(stack.enter_context(closing(make())) for make in self.observers)]
 
 
 @contextmanager
-def root_state(engine: Runs, options: Options, *, program: str, is_async: bool) -> Iterator[State]:
+def root_state(
+    engine: Runs,
+    options: Options,
+    *,
+    program: str,
+    is_async: bool,
+    row: int | None = None,
+    mailbox: Mailbox | None = None,
+) -> Iterator[State]:
     """A fresh state, closed in the end. The engine object is kept until then."""
-    driver = driver_of(engine)
-    origin = Origin(driver=driver, namespace=options.namespace, priority=options.priority, cache=options.cache)
-    state = State(Run(origin=origin, program=program, seed=options.seed, is_async=is_async))
-    try:
-        yield state
-    except Exception as error:
-        annotate(error, f"in program {program}")
-        raise
-    finally:
-        state.close()
+    origin = Origin(
+        driver=driver_of(engine),
+        namespace=options.namespace,
+        priority=options.priority,
+        cache=options.cache,
+        is_wanted=mailbox.is_wanted if mailbox is not None else always,
+    )
+    with ExitStack() as stack:
+        observers = options.observing(stack) if mailbox is None else [*options.observing(stack), mailbox]
+        run = Run(origin=origin, program=program, seed=options.seed, is_async=is_async, observers=tuple(observers))
+        state, failure = State(run), None
+        run.tell(RunStarted(where=state._where, seed=options.seed, row=row))
+        try:
+            yield state
+        except BaseException as error:
+            failure = error
+            if isinstance(error, Exception):
+                annotate(error, f"in program {program}")
+            raise
+        finally:
+            state.close()
+            run.tell(RunEnded(where=state._where, value=state._value, error=failure))
+        for fault in run.faults.values():
+            raise fault
 
 
 class Program(Generic[P, R, C]):
@@ -63,14 +101,14 @@ class Program(Generic[P, R, C]):
         self._function = function
         self._options = options
         self._is_async = inspect.iscoroutinefunction(function)
-        functools.update_wrapper(self, function)
+        update_wrapper(self, function)
 
     @property
     def name(self) -> str:
         return str(getattr(self._function, "__name__", "program"))
 
     def options(self, **changes: Any) -> Program[P, R, C]:
-        """The same program with other `Options`: seed, namespace, priority, cache."""
+        """The same program with other `Options`: seed, namespace, priority, cache, trace, observers."""
         return Program(self._function, replace(self._options, **changes))
 
     def __call__(self, state: State, *args: P.args, **kwargs: P.kwargs) -> C:
@@ -90,6 +128,49 @@ class Program(Generic[P, R, C]):
                 return await self._in_thread(state, args, kwargs)
             return await self._awaited(state, args, kwargs)
 
+    def stream(self, engine: Runs, *args: P.args, **kwargs: P.kwargs) -> Generator[RunEvent, None, None]:
+        """What happens in a run, as it happens; `RunEnded` comes last, and an error is raised as itself.
+
+        The program goes on only while the next event is waited for. Closing the iterator, or letting go of it, cancels
+        the program and frees its pages. A plain program runs in a thread, an async one in an event loop of its own.
+        """
+        if self._is_async:
+            with asyncio.Runner() as runner:
+                events = self.astream(engine, *args, **kwargs)
+                try:
+                    while (event := runner.run(_next_of(events))) is not None:
+                        yield event
+                finally:
+                    runner.run(events.aclose())
+            return
+        mailbox = Mailbox(driver := driver_of(engine))
+        with self._root(driver, mailbox=mailbox) as state:
+            work = partial(self._here, state, args, kwargs)
+            yield from mailbox.during(work, cancel=lambda: state.close(BranchCancelled()))
+        yield from mailbox.rest()
+
+    async def astream(self, engine: Runs, *args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[RunEvent, None]:
+        """As `stream`, in your event loop: where an async program runs too."""
+        mailbox = Mailbox(driver := driver_of(engine), asyncio.get_running_loop())
+        with self._root(driver, mailbox=mailbox) as state:
+            work = (self._awaited if self._is_async else self._in_thread)(state, args, kwargs)
+            async with aclosing(mailbox.during_async(work)) as events:
+                async for event in events:
+                    yield event
+        for event in mailbox.rest():
+            yield event
+
+    def plan(self, engine: Runs | None = None, rows: Iterable[Mapping[str, Any]] = (), /, **static: Any) -> Outline:
+        """What runs with these arguments will share, as far as the source says it: nothing of it is run.
+
+        With an engine, for its tokenizer, tokens are counted. `rows` are of a batch: what they have in common then.
+        """
+        tools = None
+        if engine is not None:
+            driver = driver_of(engine)
+            tools = driver.codec, driver.template
+        return outline(self._function, self.name, static, list(rows), tools)
+
     def batch(
         self,
         engine: Runs,
@@ -97,11 +178,13 @@ class Program(Generic[P, R, C]):
         *,
         concurrency: int = 32,
         resume: str | Path | None = None,
+        progress: bool = True,
     ) -> list[Ok[R] | Failed]:
         """Run once for each row, its arguments by name, so many at once; one result for each row, in order.
 
-        With `resume`, values are kept in that JSONL file as they come, and rows that are in it are not run again; what
-        failed is. Values are what JSON makes of them then.
+        Rows whose prompts are known to begin alike run next to each other. With `resume`, values are kept in that JSONL
+        file as they come, and rows that are in it are not run again; what failed is. Values are what JSON makes of them
+        then. Where stderr is a terminal a bar there shows the `progress`.
         """
         todo = list(rows)
         if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
@@ -111,8 +194,12 @@ class Program(Generic[P, R, C]):
         live: set[State] = set()
         try:
             known = journal.values if journal is not None else {}
-            numbers = [number for number in range(len(todo)) if number not in known]
-            results = self._rows(driver, todo, numbers, journal, live, concurrency)
+            numbers = prefix_order(self._function, todo, (n for n in range(len(todo)) if n not in known))
+            tally = Tally(num_rows=len(todo), num_known=len(known))
+            is_shown = progress and has_terminal()
+            watched = self.options(observers=(*self._options.observers, tally.row)) if is_shown else self
+            with shown(tally, self.name) if is_shown else nullcontext():
+                results = watched._rows(driver, todo, numbers, journal, live, concurrency)
         finally:
             if journal is not None:
                 journal.close()
@@ -129,7 +216,7 @@ class Program(Generic[P, R, C]):
     ) -> dict[int, Ok[Any] | Failed]:
         def root(number: int) -> AbstractContextManager[State]:
             seeded = self.options(seed=seed_of(self._options.seed, (number,)))
-            return seeded._root(driver)
+            return seeded._root(driver, row=number)
 
         def kept(number: int, value: Any) -> Any:
             return journal.add(number, value) if journal is not None else value
@@ -154,12 +241,15 @@ class Program(Generic[P, R, C]):
             return asyncio.run(in_tasks(task, numbers, concurrency=concurrency))
         return in_threads(driver, call, numbers, concurrency=concurrency, stop=stop)
 
-    def _root(self, engine: Runs) -> AbstractContextManager[State]:
-        return root_state(engine, self._options, program=self.name, is_async=self._is_async)
+    def _root(
+        self, engine: Runs, *, row: int | None = None, mailbox: Mailbox | None = None
+    ) -> AbstractContextManager[State]:
+        return root_state(engine, self._options, program=self.name, is_async=self._is_async, row=row, mailbox=mailbox)
 
     async def _awaited(self, state: State, args: Any, kwargs: Any) -> R:
         value: Any = await self._called(state, args, kwargs)
         await state._settled()
+        state._value = value
         return value  # type: ignore[no-any-return]
 
     def _called(self, state: State, args: Any, kwargs: Any) -> Any:
@@ -169,6 +259,7 @@ class Program(Generic[P, R, C]):
         with state._driver.attending():
             value: Any = self._called(state, args, kwargs)
             state._settle()
+            state._value = value
             return value  # type: ignore[no-any-return]
 
     async def _in_thread(self, state: State, args: Any, kwargs: Any) -> R:
@@ -180,6 +271,10 @@ class Program(Generic[P, R, C]):
             await asyncio.wait([work])
             work.cancelled() or work.exception()  # seen
             raise
+
+
+async def _next_of(events: AsyncGenerator[RunEvent, None]) -> RunEvent | None:
+    return await anext(events, None)
 
 
 @overload

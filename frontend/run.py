@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 from radixrt.runtime import Usage
 
 from .driver import Driver
+from .events import Observer, RunEvent
 from .node import Origin
 
 
@@ -20,6 +21,19 @@ class Run:
     program: str
     seed: int
     is_async: bool
+    observers: tuple[Observer, ...] = ()
+    faults: dict[int, Exception] = field(default_factory=dict)  # of observers, by their place
+
+    def tell(self, event: RunEvent) -> None:
+        """Tell every observer; events of threads come one after the other. Raises nothing, but for an interrupt."""
+        if self.observers:
+            with self.driver.lock:
+                for place, observer in enumerate(self.observers):
+                    if place not in self.faults:
+                        try:
+                            observer.tell(event)
+                        except Exception as error:  # generations of others may depend on what follows
+                            self.faults[place] = error
 
     @property
     def driver(self) -> Driver:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, overload
 from radixrt.runtime import InvalidRequest
 
 from .content import Content
+from .events import BranchOpened
 from .failures import BranchCancelled, StateMisuse, annotate
 from .state import State
 from .threads import run_threads
@@ -74,6 +75,9 @@ class Scope:
                 for index, one in enumerate(self._contents(content))
             )
             parent._scope = self
+            parent._tell_given(content)
+            for state in self._states:
+                state._run.tell(BranchOpened(where=state._where))
 
     def _contents(self, content: Content) -> list[Content]:
         """What each branch begins with: a node of its own, but where it is alone or nothing was generated yet."""
@@ -86,7 +90,8 @@ class Scope:
         """The scope ended well: the winner, if there is one, has ended too, and the parent goes on as it."""
         if self._winner is not None:
             self._winner._settle()
-            self._parent._go_on_as(self._winner._content)
+            self._parent._go_on_as(self._winner._content, told=self._winner._told)
+            self._winner.close(adopted=True)
         self.close(None)
 
     def close(self, reason: BaseException | None) -> None:

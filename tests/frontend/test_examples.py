@@ -55,3 +55,23 @@ def test_chat(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert first == whole
     assert second < more - whole
+
+
+def test_a_batch_over_a_file_computes_its_trie_and_resumes(
+    make_engine: MakeEngine, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    example = load("batch_file")
+    example.main(make_engine(), tmp_path)
+    first = capsys.readouterr().out.splitlines()
+    head = "Rate what a review says, in one word: good, bad or nothing.\n"
+    rows = [line.rsplit(",", 1) for line in example.ROWS.splitlines()[1:]]
+    prompts = [f"{head}Review: {review}\nIts {aspect}:" for review, aspect in rows]
+    ideal = trie_size([list(prompt.encode()) for prompt in prompts])
+    assert first[-1].startswith(f"{ideal} tokens computed")
+    assert any(f"{ideal:,} distinct" in line for line in first)
+    journal = tmp_path / "ratings.jsonl"
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:2]))
+    example.main(make_engine(), tmp_path)
+    second = capsys.readouterr().out.splitlines()
+    assert second[:-1] == first[:-1]
+    assert journal.read_bytes().count(b"\n") == 4

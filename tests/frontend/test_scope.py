@@ -442,3 +442,99 @@ def test_map_is_called_while_the_scope_is_open(engine: Engine) -> None:
 
     with pytest.raises(rx.StateMisuse, match="not open"):
         late.run(engine)
+
+
+def test_spliced_branches_are_text_of_the_parent(engine: Engine) -> None:
+    @rx.program
+    def skeleton(s: rx.State) -> tuple[str, list[str], str]:
+        s += "points: "
+        s.gen(max_tokens=3)
+        before = s.text
+        with s.fork(["one", "two"]) as branches:
+
+            def one(b: rx.State, point: str) -> None:
+                b += f"({point}) "
+                b.gen(max_tokens=4)
+                b += "."
+
+            branches.map(one)
+        for branch in branches:
+            s.splice(branch)
+        s += " so "
+        s.gen(max_tokens=2)
+        return before, [branch.text for branch in branches], s.text
+
+    before, texts, after = skeleton.run(engine)
+    assert all(text.startswith(before) for text in texts)
+    spliced = "".join(text.removeprefix(before) for text in texts)
+    assert after.startswith(f"{before}{spliced} so ")
+    assert len(after) == len(before) + len(spliced) + len(" so ") + 2
+
+
+def test_a_spliced_text_is_computed_anew_and_an_adopted_one_is_not(make_engine: MakeEngine) -> None:
+    """The cost that the docstring names, in tokens."""
+
+    @rx.program
+    def joins(s: rx.State, how: str) -> tuple[int, int]:
+        s += "start "
+        s.gen(max_tokens=3)
+        with s.fork(2) as branches:
+            branches.map(lambda b: b.gen(max_tokens=9).value)
+            if how == "adopt":
+                s.adopt(branches[1])
+        if how == "splice":
+            s += "."
+            s.splice(branches[1])
+        slot = s.gen(max_tokens=1)
+        return slot.usage.computed_tokens, slot.usage.prompt_tokens
+
+    computed, prompt = joins.run(make_engine(), "adopt")
+    assert (computed, prompt) == (1, len("start ") + 3 + 9)  # the last token of the branch had not been fed
+    computed, prompt = joins.run(make_engine(), "splice")
+    assert prompt == len("start ") + 3 + 1 + 9
+    assert computed >= 1 + 9
+
+
+def test_a_splice_of_something_else_is_refused(engine: Engine) -> None:
+    @rx.program
+    def wrong(s: rx.State) -> None:
+        s += "x"
+        with s.fork(1) as branches, branches[0].fork(1) as inner:
+            with pytest.raises(rx.StateMisuse, match="branches live"):
+                s.splice(branches[0])
+            inner[0].gen(max_tokens=2000)
+        with pytest.raises(rx.StateMisuse, match="no branch of"):
+            s.splice(inner[0])
+        with pytest.raises(rx.StateMisuse, match="no branch of"):
+            s.splice(s)
+        s.splice(branches[0])
+        assert s.text == "x"
+
+    wrong.run(engine)
+
+    @rx.program
+    def unfinished(s: rx.State) -> str:
+        s += "x"
+        with s.fork(1) as branches:
+            branches[0].gen(max_tokens=2000)
+        with pytest.raises(rx.StateMisuse, match="closed before"):
+            s.splice(branches[0])
+        return s.text
+
+    assert unfinished.run(engine) == "x"
+
+    @rx.program
+    def chats(s: rx.State) -> list[dict[str, str]]:
+        with s.user():
+            s += "a"
+            with s.fork(2) as branches:
+                branches[0].__iadd__("b")
+                branches[1].__iadd__("c")
+            s.splice(branches[1])
+        with s.fork(1) as others, others[0].assistant():
+            others[0].gen(max_tokens=1)
+        with s.assistant(), pytest.raises(rx.StateMisuse, match="messages of its own"):
+            s.splice(others[0])
+        return s.messages
+
+    assert chats.run(engine)[0] == {"role": "user", "content": "ac"}
