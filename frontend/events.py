@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from radixrt.runtime import Choice, Explanation, Usage
+from radixrt.runtime import Explanation, Usage
 
 Fate = Literal["stop", "length", "cancelled", "error"]
 
@@ -148,10 +148,9 @@ class SlotReport:
             self._told += text
             self.tell(TextDelta(**self._which(), text=text))
 
-    def ended(self, choice: Choice | None, fate: Fate, usage: Usage | None, error: BaseException | None) -> None:
-        """What the request had held back comes as a last delta."""
-        if choice is not None:
-            self.text(choice.text[len(self._told) :])
+    def ended(self, text: str | None, fate: Fate, usage: Usage | None, error: BaseException | None) -> None:
+        """`text`: all of it, None where the slot failed. What had been held back comes as a last delta."""
+        self.text(text[len(self._told) :] if text is not None else "")
         self.tell(SlotEnded(**self._which(), text=self._told, finish=fate, usage=usage, error=error))
 
     def _which(self) -> Any:

@@ -91,18 +91,18 @@ def has_terminal() -> bool:
 @contextmanager
 def shown(tally: Tally, name: str, *, console: Console | None = None) -> Iterator[None]:
     """A bar in this block, on stderr or elsewhere."""
+    screen = console if console is not None else Console(stderr=True)
 
     def line() -> Table:
         num_done = tally.num_known + tally.num_done
         table = Table.grid(padding=(0, 1))
-        counted = f"{num_done:,}/{tally.num_rows:,}"
-        bar = ProgressBar(tally.num_rows, num_done, width=20)
+        counted = f"{num_done:>{len(f'{tally.num_rows:,}')},}/{tally.num_rows:,}"
+        bar = ProgressBar(tally.num_rows, num_done, width=20 if screen.width >= 80 else 8)
         table.add_row(Text(name), counted, bar, Text(tally.describe(monotonic()), no_wrap=True, overflow="ellipsis"))
         return table
 
     is_redirected = sys.stdout is not None and sys.stdout.isatty()  # what programs print goes above the bar then
-    console = console or Console(stderr=True)
-    with Live(get_renderable=line, console=console, refresh_per_second=8, redirect_stdout=is_redirected):
+    with Live(get_renderable=line, console=screen, refresh_per_second=8, redirect_stdout=is_redirected):
         yield
 
 

@@ -24,12 +24,16 @@ class Session:
         self._options = Options(**options)
         self._stack = ExitStack()
         self._state: State | None = None
+        self._turn: tuple[Slot[str], Mark] | None = None  # the last reply, and where its turn began
 
     @property
     def state(self) -> State:
         """The state behind it, for whatever a session does not offer."""
         if self._state is None:
             raise StateMisuse("session: not open; use it inside of `with rx.session(...) as chat:`")
+        if self._turn is not None and self._turn[0].has_failed:
+            self._state.rewind(self._turn[1])
+            self._turn = None
         return self._state
 
     def send(
@@ -43,7 +47,7 @@ class Session:
     ) -> Slot[str]:
         """Say something as the user; the reply. Only what is new is sent and computed.
 
-        If the reply fails, the turn has not been.
+        If the reply fails or is cancelled, the turn has not been.
         """
         state = self.state
         mark = state.mark()
@@ -51,10 +55,12 @@ class Session:
             with state.user():
                 state += text
             with state.assistant():
-                return state.gen(max_tokens=max_tokens, stop=stop, temperature=temperature, **sampling)
+                slot = state.gen(max_tokens=max_tokens, stop=stop, temperature=temperature, **sampling)
         except BaseException:
             state.rewind(mark)
             raise
+        self._turn = slot, mark
+        return slot
 
     def mark(self) -> Mark:
         """This moment, to `rewind` to."""

@@ -135,7 +135,7 @@ class Slot(Generic[T_co]):
             fate: Fate = "cancelled" if self._was_cancelled else "error"
             if choice is not None:
                 fate = "stop" if choice.finish_reason == "stop" else "length"
-            self._report.ended(choice, fate, self._usage, self._error)
+            self._report.ended(choice.text if choice is not None else None, fate, self._usage, self._error)
         return choice
 
     def _taken(self, outcome: Output | BaseException) -> Choice | None:
@@ -150,6 +150,11 @@ class Slot(Generic[T_co]):
         said = choice.error if choice.error is not None else "it was aborted"
         self._error = GenerationFailed(f"generation: {said}")
         return None
+
+    @property
+    def has_failed(self) -> bool:
+        """It ended without a value."""
+        return self._error is not None
 
     @property
     def unraised(self) -> bool:

@@ -193,7 +193,7 @@ def test_every_folder_with_sources_is_a_package_of_the_wheel() -> None:
 def test_every_import_is_a_declared_dependency() -> None:
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
-    required = project["dependencies"] + extras["gpu"] + extras["plot"] + extras["test"]
+    required = project["dependencies"] + extras["gpu"] + extras["otel"] + extras["plot"] + extras["test"]
     declared = {re.split(r"[^a-z0-9-]", requirement.lower())[0] for requirement in required}
     distributions = packages_distributions()
     unknown = set()

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 import radixrt as rx
+from radixrt.frontend.backend import EngineBackend
 from radixrt.frontend.chat import Template
+from radixrt.frontend.driver import Driver
+from radixrt.frontend.testing import FaultyBackend
 from radixrt.runtime import Engine
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
@@ -167,6 +170,58 @@ def test_a_refused_turn_has_not_been(make_engine: MakeEngine) -> None:
             chat.send("two", max_tokens=4000)
         assert chat.state.text == before
         assert len(chat.send("three", max_tokens=4).value) == 4
+
+
+def test_a_reply_that_fails_takes_its_turn_back(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+
+    def fault(name: str, number: int) -> None:
+        if name == "step" and number in failing:
+            raise OSError("device")
+
+    failing: set[int] = set()
+    driver = Driver(backend := FaultyBackend(EngineBackend(engine), fault))
+    with rx.session(driver, system="s") as chat:
+        chat.send("one", max_tokens=4).value  # noqa: B018
+        before, tokens = chat.messages, chat.state.tokens
+        for later in range(1, 5):
+            failing.add(backend.num_calls + later)
+            reply = chat.send("two", max_tokens=4)
+            with pytest.raises(OSError, match="device"):
+                reply.value  # noqa: B018
+            assert chat.messages == before
+            assert chat.state.tokens == tokens
+        assert len(chat.send("three", max_tokens=4).value) == 4
+        assert [message["content"] for message in chat.messages[3::2]] == ["three"]
+        failing.add(backend.num_calls + 2)
+        chat.send("four", max_tokens=4)  # nobody looks
+        with pytest.raises(OSError, match="device"):
+            chat.send("five", max_tokens=4)
+        assert len(chat.messages) == 5
+
+
+def test_a_reply_that_is_cancelled_at_any_time_takes_its_turn_back(make_engine: MakeEngine) -> None:
+    async def main() -> None:
+        async with rx.session(make_engine(), system="s") as chat:
+            await chat.send("one", max_tokens=4)
+            before = chat.messages
+            for rounds in range(12):
+
+                async def turn() -> None:
+                    await chat.send("two", max_tokens=4000)
+
+                task = asyncio.create_task(turn())
+                for _ in range(rounds):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait([task])
+                assert chat.messages == before
+            reply = chat.send("three", max_tokens=4)
+            await reply
+            assert len(chat.messages) == len(before) + 2
+            assert reply.usage.prompt_tokens < len(chat.state.tokens)
+
+    asyncio.run(main())
 
 
 async def check_sessions_in_an_event_loop_and_outside_agree(make_engine: MakeEngine) -> None:
