@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from os import SEEK_END
 from pathlib import Path
 from secrets import token_hex
@@ -292,15 +292,17 @@ def _run_of(spans: list[Any]) -> RunTrace:
     return RunTrace(start, tuple(begun), ends[-1] if ends else None)
 
 
+_FIELDS = {kind: get_type_hints(kind) for kind in (*_KINDS.values(), Usage, Explanation)}
+
+
 def _read(hint: Any, data: Any) -> Any:
     """What JSON gave as a value of this type. TypeError where it is none."""
     if hint is Any:
         return data
-    if is_dataclass(hint) and isinstance(data, Mapping):
-        hints = get_type_hints(hint)
-        if data.keys() != {field.name for field in fields(hint)}:
+    if hint in _FIELDS and isinstance(data, Mapping):
+        if data.keys() != _FIELDS[hint].keys():
             raise TypeError(f"it has {sorted(data)}")
-        return hint(**{name: _read(hints[name], value) for name, value in data.items()})  # type: ignore[operator]
+        return hint(**{name: _read(_FIELDS[hint][name], value) for name, value in data.items()})
     if get_origin(hint) is UnionType:
         options = get_args(hint)
         return None if data is None and type(None) in options else _read(options[0], data)

@@ -277,7 +277,7 @@ def test_what_is_read_and_where_reading_stops() -> None:
             s += "y"
 
     def endless(s: Any, x: Any) -> None:
-        for _ in range(10**9):
+        for _ in range(1_000_000_000):
             s += ""
 
     assert prefix(conversions, x="é") == "  'é'|é|3.14|'\\xe9'"
@@ -288,7 +288,7 @@ def test_what_is_read_and_where_reading_stops() -> None:
     assert prefix(items, x={"a": ["1"], "b": 2}) == "1"
     assert prefix(shadowed, x=3) == ""
     assert prefix(endless, x=1) == ""
-    assert len(Source(endless).prefix({}).parts) <= MAX_STATEMENTS
+    assert MAX_STATEMENTS - 2 <= len(Source(endless).prefix({}).parts) <= MAX_STATEMENTS
 
 
 def test_a_source_that_cannot_be_read_is_said_to_be_unknown(engine: Engine) -> None:

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+from rich.cells import cell_len
 from typer.testing import CliRunner
 
 import radixrt as rx
 from radixrt.frontend import cli
 from radixrt.frontend.scope import Failed
-from radixrt.frontend.trace import BranchSpan, SlotSpan, TextSpan, TraceWriter
+from radixrt.frontend.testing import Body, plain, programs, tasks
+from radixrt.frontend.trace import BranchSpan, RewindSpan, SlotSpan, TextSpan, TraceWriter
 from radixrt.frontend.trace_view import as_text
 from radixrt.runtime import Engine
+from radixrt.runtime.testing import ByteTokenizer, HashModel
 
 from .conftest import MakeEngine, audit
 
@@ -220,7 +224,7 @@ def test_a_file_that_was_cut_off_is_read_and_added_to(engine: Engine, tmp_path: 
     path = tmp_path / "t"
     judge.options(trace=path).run(engine, "on cats")
     whole = path.read_bytes()
-    for size in range(len(whole) + 1):
+    for size in (*range(0, len(whole), 7), len(whole) - 1, len(whole)):
         path.write_bytes(whole[:size])
         if b"\n" not in whole[:size]:
             with pytest.raises(rx.InvalidRequest, match="is no trace"):
@@ -321,6 +325,7 @@ def test_an_observer_that_fails_is_heard_of_when_the_run_has_ended(engine: Engin
         else:
             program.run(engine, "x")
         assert observer.is_closed
+        assert observer.num_left == (number == len(events))  # it heard nothing more
         assert isinstance(told[-2], ev.RunEnded)
         assert told[-2].error is None
         audit(engine)
@@ -369,6 +374,35 @@ def test_the_command_shows_a_trace(engine: Engine, tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["trace", str(path)])
     assert result.exit_code == 2
     assert "is no trace" in result.stderr
+
+
+def test_random_programs_are_traced_whole(profile: str, tmp_path: Path) -> None:
+    @settings(max_examples=2_000 if profile == "deep" else 50, suppress_health_check=list(HealthCheck))
+    @given(programs(), st.sampled_from([plain, tasks]), st.integers(20, 200))
+    def check(body: Body, program: Any, width: int) -> None:
+        model = HashModel(vocab=256, eos=frozenset(range(4)))
+        engine = Engine(model, tokenizer=ByteTokenizer(), num_pages=512, page_size=4, poison=True)
+        path, told = tmp_path / "t", list[Any]()
+        path.unlink(missing_ok=True)
+        program.options(trace=path, observers=[lambda: Kept(told)]).run(engine, body)
+        trace = rx.load_trace(path)
+        [run] = trace.runs
+        assert run.end is not None
+        by_kind = {
+            SlotSpan: ev.SlotEnded,
+            TextSpan: ev.TextGiven,
+            RewindSpan: ev.Rewound,
+            BranchSpan: ev.BranchClosed,
+        }
+        for kind, event in by_kind.items():
+            assert sum(isinstance(span, kind) for span in run.spans) == sum(isinstance(one, event) for one in told)
+        text = as_text(trace, width=width)
+        assert max(map(cell_len, text.splitlines())) <= width
+        assert sum(line.lstrip("│├└ ").startswith("branch ") for line in text.splitlines()) == sum(
+            isinstance(one, ev.BranchOpened) for one in told
+        )
+
+    check()
 
 
 def test_text_of_a_model_does_not_steer_the_terminal(engine: Engine, tmp_path: Path) -> None:
