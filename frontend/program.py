@@ -20,7 +20,7 @@ from .backend import Backend
 from .batch import Journal, in_tasks, in_threads
 from .driver import Driver, always, driver_of
 from .events import Observer, RunEnded, RunEvent, RunStarted
-from .failures import BranchCancelled, annotate
+from .failures import BranchCancelled, StateMisuse, annotate
 from .node import Origin, seed_of
 from .outline import Outline, outline, prefix_order
 from .progress import Tally, has_terminal, shown
@@ -52,9 +52,8 @@ class Options:
 
     def observing(self, stack: ExitStack) -> list[Observer]:
         """The observers of one run, which the stack closes."""
-        writers: list[Observer] = [TraceWriter(self.trace)] if self.trace is not None else []
-        made = [stack.enter_context(closing(one)) for one in writers]
-        return [*made, *(stack.enter_context(closing(make())) for make in self.observers)]
+        writers: list[Callable[[], Observer]] = [partial(TraceWriter, self.trace)] if self.trace is not None else []
+        return [stack.enter_context(closing(make())) for make in (*writers, *self.observers)]
 
 
 @contextmanager
@@ -135,6 +134,8 @@ class Program(Generic[P, R, C]):
         the program and frees its pages. A plain program runs in a thread, an async one in an event loop of its own.
         """
         if self._is_async:
+            if asyncio._get_running_loop() is not None:
+                raise StateMisuse(f"stream: an event loop runs here, and {self.name} is async; use astream")
             with asyncio.Runner() as runner:
                 events = self.astream(engine, *args, **kwargs)
                 try:

@@ -14,7 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import radixrt as rx
-from radixrt.frontend.testing import Body, ScriptedBackend, plain, programs, tasks
+from radixrt.frontend.backend import EngineBackend
+from radixrt.frontend.driver import Driver
+from radixrt.frontend.testing import Body, FaultyBackend, ScriptedBackend, plain, programs, tasks
 from radixrt.runtime import Engine
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
@@ -343,6 +345,45 @@ def test_an_async_program_runs_in_the_reader_s_loop(engine: Engine) -> None:
         return [event async for event in which.astream(engine)][-1].value  # type: ignore[union-attr]
 
     assert asyncio.run(main()) is True
+
+
+def test_a_stream_inside_of_an_event_loop(engine: Engine) -> None:
+    """As in a notebook: a plain program streams there, an async one has a stream of its own."""
+
+    async def main() -> None:
+        assert list(judge.stream(engine, "x"))[-1].value == judge.run(engine, "x")  # type: ignore[union-attr]
+        with pytest.raises(rx.StateMisuse, match="use astream"):
+            next(judge_async.stream(engine, "x"))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("program", "read"), WAYS, ids=IDS)
+def test_whatever_fails_is_raised_and_nothing_is_held(
+    make_engine: MakeEngine, program: Any, read: Callable[..., list[Any]]
+) -> None:
+    class Interrupted(BaseException):
+        pass
+
+    errors = [OSError("device"), rx.InvalidRequest("refused"), Interrupted()]
+    num_failed = 0
+    for number in range(14):
+        for error in errors:
+
+            def fault(name: str, at: int, number: int = number, error: BaseException = error) -> None:
+                if at == number:
+                    raise error
+
+            engine = make_engine()
+            try:
+                check_grammar(read(program, Driver(FaultyBackend(EngineBackend(engine), fault)), "x"))
+            except BaseException as raised:
+                if raised is not error:
+                    raise
+                num_failed += 1
+            audit(engine)
+            assert not engine._loop.requests._ended, "every request was released"
+    assert num_failed >= 8 * len(errors)
 
 
 def test_a_rewind_is_told(engine: Engine) -> None:
