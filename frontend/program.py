@@ -134,7 +134,7 @@ class Program(Generic[P, R, C]):
         the program and frees its pages. A plain program runs in a thread, an async one in an event loop of its own.
         """
         if self._is_async:
-            if asyncio._get_running_loop() is not None:
+            if _in_event_loop():
                 raise StateMisuse(f"stream: an event loop runs here, and {self.name} is async; use astream")
             with asyncio.Runner() as runner:
                 events = self.astream(engine, *args, **kwargs)
@@ -272,6 +272,14 @@ class Program(Generic[P, R, C]):
             await asyncio.wait([work])
             work.cancelled() or work.exception()  # seen
             raise
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 async def _next_of(events: AsyncGenerator[RunEvent, None]) -> RunEvent | None:
