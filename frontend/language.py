@@ -11,6 +11,7 @@ from .session import Session, session
 from .slot import Slot
 from .state import Mark, State
 from .trace import Trace, load_trace
+from .yardstick import Yardstick
 
 __all__ = [
     "Branches",
@@ -27,6 +28,7 @@ __all__ = [
     "State",
     "StateMisuse",
     "Trace",
+    "Yardstick",
     "events",
     "load_trace",
     "program",

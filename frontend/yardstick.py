@@ -10,7 +10,7 @@ from radixrt.runtime import CacheUse, Engine, Event, FinishEvent, Handle, Sampli
 from .backend import EngineBackend
 
 
-class Tally:
+class Yardstick:
     """Takes the place of an engine in `run`, `batch` or `session`, and counts; as text, one line to print.
 
     `ideal` is the number of nodes in the token trie of all that was given: prompts, appended text, templates. What was
@@ -27,7 +27,7 @@ class Tally:
         self._roots: dict[Handle, str] = {}
         self.tokenizer, self.vocab_size = backend.tokenizer, backend.vocab_size
         self.eos_token_ids = backend.eos_token_ids
-        self.abort, self.pin, self.unpin = backend.abort, backend.pin, backend.unpin
+        self.abort, self.pin, self.unpin, self.explain = backend.abort, backend.pin, backend.unpin, backend.explain
 
     @property
     def ideal(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import given, settings
 
 import radixrt as rx
-from radixrt.frontend.tally import Tally
 from radixrt.frontend.testing import Body, plain, programs
 from radixrt.runtime import Engine
 from radixrt.runtime.testing import ByteTokenizer, HashModel
@@ -27,29 +26,30 @@ def tree(s: rx.State) -> None:
 
 
 def test_it_counts_each_given_token_of_the_tree_once(engine: Engine) -> None:
-    tally = Tally(engine)
-    tree.run(tally)
-    assert (tally.computed, tally.ideal) == (5 + 5 + 3 + 4, 5 + 5 + 3 + 4)
-    shared = tally.shared
-    tree.run(tally)
-    assert (tally.computed, tally.ideal) == (17, 17)
-    assert tally.shared > shared
-    assert str(tally) == f"computed 17 == ideal 17; {tally.shared:,} tokens shared"
+    yardstick = rx.Yardstick(engine)
+    tree.run(yardstick)
+    assert (yardstick.computed, yardstick.ideal) == (5 + 5 + 3 + 4, 5 + 5 + 3 + 4)
+    shared = yardstick.shared
+    assert str(yardstick) == f"computed 17 == ideal 17; {shared:,} tokens shared"
+    tree.run(yardstick)
+    assert (yardstick.computed, yardstick.ideal) == (17 + 4, 17), "what came behind generated text ended with the run"
+    assert yardstick.shared > shared
+    assert " != " in str(yardstick)
 
 
 def test_namespaces_share_nothing(engine: Engine) -> None:
-    tally = Tally(engine)
+    yardstick = rx.Yardstick(engine)
     for namespace in ("", "other"):
-        tree.options(namespace=namespace).run(tally)
-    assert tally.computed == tally.ideal == 34
+        tree.options(namespace=namespace).run(yardstick)
+    assert yardstick.computed == yardstick.ideal == 34
 
 
 def test_without_a_cache_more_is_computed() -> None:
     engine = Engine(HashModel(vocab=128), tokenizer=ByteTokenizer(), num_pages=64, prefix_cache=False)
-    tally = Tally(engine)
-    tree.run(tally)
-    assert tally.computed > tally.ideal == 17
-    assert " != " in str(tally)
+    yardstick = rx.Yardstick(engine)
+    tree.run(yardstick)
+    assert yardstick.computed > yardstick.ideal == 17
+    assert " != " in str(yardstick)
 
 
 @settings(max_examples=100, deadline=None)
@@ -57,8 +57,8 @@ def test_without_a_cache_more_is_computed() -> None:
 def test_a_program_computes_no_more(body: Body) -> None:
     """Less, where it was cancelled, or gave what another branch had generated."""
     engine = Engine(HashModel(vocab=128), tokenizer=ByteTokenizer(), num_pages=512, page_size=4)
-    tally = Tally(engine)
-    plain.run(tally, body)
-    assert tally.computed <= tally.ideal
-    assert not tally._paths, "every request was released"
+    yardstick = rx.Yardstick(engine)
+    plain.run(yardstick, body)
+    assert yardstick.computed <= yardstick.ideal
+    assert not yardstick._paths, "every request was released"
     audit(engine)
