@@ -1,8 +1,8 @@
 """From the text of a state to token ids, and how much of a text no continuation can change. Knows no states.
 
-Two facts carry the boundary policy `exact`. Where no token of the vocabulary holds a byte followed by a space, no
-token ever spans the two, whatever comes later. And tokenizers that split at a space start afresh behind the split,
-which is tried out once for each tokenizer.
+Two facts carry the boundary policies `exact` and `heal`. Where no token of the vocabulary holds a byte followed by a
+space, no token ever spans the two, whatever comes later. And tokenizers that split at a space start afresh behind the
+split, which is tried out once for each tokenizer.
 """
 
 from __future__ import annotations
@@ -61,6 +61,22 @@ class Codec:
             if not before.isspace() and before.encode(errors="replace")[-1] not in self._spanned:
                 return self.encode(text[:at], plain=plain), text[at:]
         return [], text
+
+    def healed(self, text: str, *, plain: bool = False, is_first: bool = False) -> tuple[list[int], str]:
+        """The ids of a text up to where a continuation could change them, and the rest, for the model to begin with.
+
+        What a continuation could change ends at a special token at the latest. With `is_first` there is an id at
+        least: a model has to have one to go on from.
+        """
+        ids, rest = self.commit(text, plain=plain)
+        found = self.encode(rest, plain=plain)
+        pieces = list(map(self._tokenizer.token_bytes, found))
+        num_kept = max((at for at, piece in enumerate(pieces, 1) if not piece), default=int(is_first and not ids))
+        while True:
+            try:
+                return ids + found[:num_kept], b"".join(pieces[num_kept:]).decode()
+            except UnicodeDecodeError:  # inside of a character
+                num_kept += 1
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of ids: special ones add nothing, bytes that are not UTF-8 become U+FFFD."""

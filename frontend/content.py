@@ -70,6 +70,12 @@ class Content:
         """All ids behind the node's: those of the pending text too, now that no text follows."""
         return (*self.committed, *codec.encode(self.pending, plain=bool(self.roles)))
 
+    def healed(self, codec: Codec) -> tuple[tuple[int, ...], str]:
+        """As `flushed`, but for the end of the text that a continuation could change, which comes by itself."""
+        is_first = self.node is None and not self.committed
+        ids, rest = codec.healed(self.pending, plain=bool(self.roles), is_first=is_first)
+        return (*self.committed, *ids), rest
+
     def settled(self, codec: Codec) -> Content:
         """The same, with as much of the pending text committed as no continuation changes."""
         ids, rest = codec.commit(self.pending, plain=bool(self.roles))

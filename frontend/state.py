@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, get_args, overload
 
 from radixrt.runtime import InvalidRequest, Output, PinnedPrefix, RadixrtError, SamplingParams, Usage
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Role = Literal["system", "user", "assistant", "tool"]
+Boundary = Literal["raw", "heal", "exact"]  # between a text and what is generated behind it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,9 +115,14 @@ class State:
         max_tokens: int = 64,
         stop: str | Sequence[str] = (),
         temperature: float = 1.0,
+        boundary: Boundary = "raw",
         **sampling: Unpack[Sampling],
     ) -> Slot[str]:
         """Let the model go on. Starts at once; the slot has the text, cut before the stop string that ended it.
+
+        `boundary`: "raw" sends the text before it in its own tokens. "heal" takes back those that a continuation could
+        change and has the model begin with what they say, in tokens of its choice; its `token_ids` have them, its text
+        has not. "exact" refuses a text that ends in such tokens.
 
         What is drawn depends on the run's seed, the branch and the tokens so far, not on what runs beside it. A
         refused request raises here, a failed one at the slot; either way the state is as before.
@@ -130,6 +136,7 @@ class State:
         with self._driver.lock:
             self._check_open()  # again: whoever closes it has the lock
             try:
+                params = self._bounded(params, boundary)
                 node = self._request(params).hold()
             except RadixrtError as error:
                 annotate(error, f"in {self._where}, slot {name or 'without a name'}, before it had a request")
@@ -142,10 +149,25 @@ class State:
             self._observe(slot, node, before)
         return slot
 
+    def _bounded(self, params: SamplingParams, boundary: Boundary) -> SamplingParams:
+        """The parameters of a generation from here: with the text that its tokens begin with."""
+        if boundary not in get_args(Boundary):
+            raise InvalidRequest(f'boundary: {boundary!r} given; allowed: "raw", "heal" or "exact"')
+        rest = "" if boundary == "raw" else self._content.healed(self._codec)[1]
+        if rest and boundary == "exact":
+            raise InvalidRequest(
+                f"boundary: exact, where what follows could change the tokens of {rest[-40:]!r}; allowed: an end at a "
+                'special or a generated token, "heal" or "raw"'
+            )
+        return replace(params, prefix=rest)
+
     def _request(self, params: SamplingParams) -> Node:
         """The request that goes on from here. It sends what came since the last one."""
         content = self._content
-        text = content.flushed(self._codec) if not content.is_empty else self._codec.start_ids
+        if content.is_empty:
+            text = self._codec.start_ids
+        else:
+            text = content.healed(self._codec)[0] if params.prefix else content.flushed(self._codec)
         if content.node is None:
             return root(self._run.origin, text, params)
         return content.node.forks(1, params, at=content.at, text=text)[0]
@@ -165,7 +187,7 @@ class State:
         if ids and choice.finish_reason == "stop" and ids[-1] in params.ending_token_ids(self._ending_ids):
             num_kept, rest = len(ids) - 1, ""
         elif choice.finish_reason == "stop":
-            num_kept, rest = self._codec.kept(ids, choice.text)
+            num_kept, rest = self._codec.kept(ids, params.prefix + choice.text)
         else:
             num_kept, rest = len(ids), ""
         at = node.num_tokens - len(ids) + num_kept

@@ -86,16 +86,17 @@ class ScriptedBackend:
 
     def _finish(self, handle: Handle, prompt_len: int, params: SamplingParams) -> FinishEvent:
         prompt = self._tokens[handle.number]
-        said = b"".join(map(self.tokenizer.token_bytes, prompt)).decode(errors="replace")
+        said = b"".join(map(self.tokenizer.token_bytes, prompt)).decode(errors="replace") + params.prefix
         self.asked.append(said)
         keys = [key for key in self._replies if said.endswith(key)]
         error = None if keys else f"no reply is scripted to {said[-80:]!r}"
         reply = self._replies[max(keys, key=len)] if keys else ""
-        ids = self.tokenizer.encode(reply)
+        ids = self.tokenizer.encode(params.prefix + reply)
         reason: FinishReason = "stop" if keys else "error"
-        if len(ids) > params.max_tokens:
-            ids, reason = ids[: params.max_tokens], "length"
-        text = b"".join(map(self.tokenizer.token_bytes, ids)).decode(errors="replace")
+        most = params.max_tokens + len(self.tokenizer.encode(params.prefix))
+        if len(ids) > most:
+            ids, reason = ids[:most], "length"
+        text = b"".join(map(self.tokenizer.token_bytes, ids)).decode(errors="replace").removeprefix(params.prefix)
         stops = [text.index(stop) for stop in params.stop if stop in text]
         if stops:
             text, reason = text[: min(stops)], "stop"

@@ -22,7 +22,17 @@ class Detokenizer:
     nothing. An `add` costs the same however long the text is. State is immutable values, so copies are cheap.
     """
 
-    __slots__ = ("_at_start", "_bytes", "_held", "_min_tokens", "_num_tokens", "_stop", "_tokenizer", "stopped")
+    __slots__ = (
+        "_at_start",
+        "_bytes",
+        "_held",
+        "_min_tokens",
+        "_stop",
+        "_tokenizer",
+        "num_skipped",
+        "num_tokens",
+        "stopped",
+    )
 
     def __init__(
         self,
@@ -31,27 +41,35 @@ class Detokenizer:
         prompt_ids: Sequence[int] = (),
         *,
         min_tokens: int = 0,
+        skip: str = "",
     ) -> None:
         """`prompt_ids` are what the output continues: a space may not begin a text, and a character that the prompt
-        leaves unfinished counts as output. Only their last few are looked at."""
+        leaves unfinished counts as output. Only their last few are looked at. The output begins with `skip`, which is
+        no part of the text."""
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
-        self._num_tokens = 0
+        self.num_tokens = 0  # of the text
         tail = _last_bytes(tokenizer, prompt_ids)
         self._at_start = not tail
         self._bytes = tail[codecs.utf_8_decode(tail, "replace")[1] :]  # of an unfinished character, at most 3
         self._held = ""  # begins a stop string, all of it
+        self.num_skipped = len(skip.encode())  # bytes still to come that are no part of the text
         self.stopped: str | None = None  # the stop string that ended the text
 
     def add(self, token_id: int) -> str:
         """Take the next token; what became certain with it. Not allowed once `stopped`."""
         assert self.stopped is None, "the text has ended"
-        self._num_tokens += 1
+        self.num_tokens += 1
         data = self._tokenizer.token_bytes(token_id)
         if self._at_start and data:
             data = self._first(token_id, data)
             self._at_start = False
+        if self.num_skipped:
+            num_skipped = min(self.num_skipped, len(data))
+            data, self._bytes = data[num_skipped:], b""
+            self.num_skipped -= num_skipped
+            self.num_tokens = int(bool(data))
         data = self._bytes + data
         text, used = codecs.utf_8_decode(data, "replace")
         self._bytes = data[used:]
@@ -67,10 +85,11 @@ class Detokenizer:
         """One that goes on from here by itself."""
         return copy.copy(self)
 
-    def branch(self, stop: Sequence[str], *, min_tokens: int) -> Self:
+    def branch(self, stop: Sequence[str], *, min_tokens: int, skip: str = "") -> Self:
         """One that goes on from here with other stop strings, which may begin in what is held back."""
         other = copy.copy(self)
-        other._stop, other._min_tokens, other._num_tokens = tuple(stop), min_tokens, 0
+        other.num_skipped = len(skip.encode())
+        other._stop, other._min_tokens, other.num_tokens = tuple(stop), min_tokens, 0
         return other
 
     def _first(self, token_id: int, data: bytes) -> bytes:
@@ -82,7 +101,7 @@ class Detokenizer:
         """The part of held back and new text that may go out; sets `stopped`."""
         text, num_held = self._held + text, len(self._held)
         self._held = ""
-        if self._num_tokens > self._min_tokens and (match := self._first_match(text, num_held)) is not None:
+        if self.num_tokens > self._min_tokens and (match := self._first_match(text, num_held)) is not None:
             start, self.stopped = match
             self._bytes = b""
             return text[:start]

@@ -204,6 +204,8 @@ class Engine:
         request, sequence = self._branch(handle, choice)
         if request.search is not None and not request.is_over:
             raise InvalidRequest(f"truncate: request {handle.number} searches with beams; fork it (at=), or abort it")
+        if sequence.params.prefix:
+            raise InvalidRequest(f"truncate: request {handle.number} has a prefix; fork it (at=)")
         num_tokens = integer("num_tokens", num_tokens, sequence.output_start, sequence.num_tokens)
         self._recorder.write("truncate", number=handle.number, num_tokens=num_tokens, choice=choice)
         self._loop.truncate(sequence, num_tokens)

@@ -12,9 +12,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import Any, Literal, get_args
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from .checks import refuse
 from .errors import InvalidRequest
@@ -146,6 +147,28 @@ class Grammar:
         if failed or messages:  # a warning says what would not be enforced
             raise InvalidRequest(f"grammar: {self.kind} given that cannot be enforced: {_line(messages[0])}")
 
+    def accepts(self, text: str) -> bool:
+        """The text, as it stands, is one of the grammar's. Costs as much as generating it did, without a model."""
+        matcher = LLMatcher(_byte_tokenizer(), self.compilable(), log_level=0, limits=limits())
+        data = list(text.encode(errors="surrogatepass"))
+        return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+    def after(self, prefix: str) -> Grammar:
+        """The same behind this text. InvalidRequest for a Lark grammar, whose rules cannot be told from ours."""
+        match self.kind:
+            case "json_schema":
+                text = json.dumps(prefix, ensure_ascii=False)
+                return Grammar("lark", f"start: {text} value\nvalue: %json {self.source}")
+            case "regex":
+                flags = _FLAGS.match(self.source)
+                inside = f"(?{flags[0][2:-1]}:" if flags else "(?:"
+                rest = self.source[flags.end() :] if flags else self.source
+                return Grammar.regex(f"{re.escape(prefix)}{inside}{rest})")
+            case "choice":
+                return Grammar.choice([prefix + option for option in json.loads(self.source)])
+            case "lark":
+                raise InvalidRequest("prefix: given with a Lark grammar; allowed: write it into the grammar")
+
     def to_dict(self) -> dict[str, str]:
         """As JSON holds it; `from_dict` makes an equal one."""
         return {self.kind: self.source}
@@ -164,6 +187,12 @@ class Grammar:
                 return LLMatcher.grammar_from_regex(options)
             case "lark":
                 return LLMatcher.grammar_from_lark(_checked_lark(self.source))
+
+
+@cache
+def _byte_tokenizer() -> LLTokenizer:
+    """A token for each byte."""
+    return LLTokenizer("byte")
 
 
 def limits() -> LLParserLimits:

@@ -15,6 +15,7 @@ from .checks import integer, refuse
 from .constraint import Constraint, Grammars
 from .detokenizer import Detokenizer
 from .errors import InvalidRequest
+from .grammar import Grammar
 from .model import Model
 from .outputs import Handle
 from .params import BeamParams, Params, SamplingParams
@@ -25,6 +26,7 @@ from .sequence import Sequence, TokenArray, with_text
 from .tokenizer import Tokenizer
 
 MAX_PRIORITY = 1_000_000
+_ANYTHING = Grammar.regex("(?s:.)*")
 
 
 class Intake:
@@ -59,7 +61,7 @@ class Intake:
             refuse("cache", cache, '"all", "prompt" or "none"')
         tokens = self.tokens(prompt)
         paths = tuple((choice,) for choice in range(_checked(params).num_branches))
-        sequence = self._sequence(handle, tokens, np.zeros(len(tokens), np.bool_), params)
+        sequence = self._sequence(handle, tokens, np.zeros(len(tokens), np.bool_), params, skip=_prefix(params))
         sequence.constraint = self._constraint(params, [])
         sequence.namespace = checked_namespace(namespace)
         sequence.priority = integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
@@ -94,12 +96,12 @@ class Intake:
         if at < sequence.num_tokens or extra or isinstance(given, BeamParams):
             tokens = np.concatenate([sequence.tokens[:at], np.array(extra, np.int32)])
             generated = np.concatenate([sequence.generated[:at], np.zeros(len(extra), np.bool_)])
-            child = self._sequence(handle, tokens, generated, given)
+            child = self._sequence(handle, tokens, generated, given, skip=_prefix(params))
             child.namespace, child.priority = sequence.namespace, sequence.priority
         else:
             child = sequence.branch(handle, _drawn_with(given))
             if params is not None or choice in parent.ended:
-                self._limit(child, given, ended=choice in parent.ended)
+                self._limit(child, given, ended=choice in parent.ended, skip=_prefix(params))
         if isinstance(params, BeamParams) or params is None or params.seed is None:
             child.seed = sequence.seed
         else:
@@ -111,8 +113,8 @@ class Intake:
             child.cut_off = sequence.tokens[: -(-at // self._page_size) * self._page_size].copy()
         child.constraint = self._fork_constraint(parent, choice, params, at=at, extra_len=len(extra))
         start = _grammar_start(sequence, params, at=at, extra_len=len(extra))
-        texts = with_text(sequence.texts, at, None) if extra else sequence.texts
-        child.texts = with_text(texts, start, child.params.grammar)
+        texts = with_text(sequence.texts, at, None, "") if extra else sequence.texts
+        child.texts = with_text(texts, start, child.params.grammar, child.params.prefix)
         paths = parent.next_fork(choice, given.num_branches)
         child.path = paths[0]
         ancestors = parent.ancestors
@@ -130,10 +132,19 @@ class Intake:
 
     def _constraint(self, params: Params, token_ids: list[int]) -> Constraint | None:
         """What is asked of a text that begins with these tokens, if anything is; InvalidRequest if it cannot go on."""
-        if isinstance(params, BeamParams) or params.grammar is None:
+        if isinstance(params, BeamParams):
             return None
-        ending_ids = params.ending_token_ids(self._model.eos_token_ids)
-        return self._grammars.start(params.grammar, ending_ids, token_ids)
+        grammar = params.grammar
+        if params.prefix and (grammar is not None or not self._have(token_ids, params.prefix)):
+            grammar = (grammar or _ANYTHING).after(params.prefix)
+        if grammar is None:
+            return None
+        return self._grammars.start(grammar, params.ending_token_ids(self._model.eos_token_ids), token_ids)
+
+    def _have(self, token_ids: list[int], prefix: str) -> bool:
+        """These tokens of an output that begins with a prefix are all of it."""
+        assert self._tokenizer is not None, "a prefix is refused where there is none"
+        return sum(len(self._tokenizer.token_bytes(token_id)) for token_id in token_ids) >= len(prefix.encode())
 
     def _fork_constraint(
         self, parent: Request, choice: int, params: Params | None, *, at: int, extra_len: int
@@ -149,7 +160,7 @@ class Intake:
         ending = params.ending_token_ids(self._model.eos_token_ids)
         return BeamSearch(params, ending_token_ids=ending, max_tokens=sequence.max_len - sequence.num_tokens)
 
-    def _limit(self, child: Sequence, params: SamplingParams, *, ended: bool) -> None:
+    def _limit(self, child: Sequence, params: SamplingParams, *, ended: bool, skip: str) -> None:
         """Count a child's limits from here, and look for these stop strings; one of a text that ended begins anew."""
         child.limits_start = child.num_tokens
         child.max_len = self.max_len(child.num_tokens, params)
@@ -157,10 +168,11 @@ class Intake:
             stop, min_tokens = params.stop, params.min_tokens
             if ended:
                 ids = child.tokens.tolist()
-                child.detokenizer = Detokenizer(self._tokenizer, stop, ids, min_tokens=min_tokens)
+                child.detokenizer = Detokenizer(self._tokenizer, stop, ids, min_tokens=min_tokens, skip=skip)
             else:
-                child.detokenizer = child.detokenizer.branch(stop, min_tokens=min_tokens)
+                child.detokenizer = child.detokenizer.branch(stop, min_tokens=min_tokens, skip=skip)
             child.first_detokenizer = child.detokenizer.copy()
+            child.begins = bool(skip)
 
     def max_len(self, prompt_len: int, params: Params) -> int:
         """Tokens at which a request ends with "length"; InvalidRequest where this engine could never run it."""
@@ -170,7 +182,8 @@ class Intake:
         context_len = self._model.context_len
         if prompt_len > context_len:
             raise InvalidRequest(f"prompt: {prompt_len} tokens given, the model's context holds {context_len}")
-        max_len = min(prompt_len + params.max_tokens, context_len + 1)
+        prefix_len = len(_prefix(params).encode())  # tokens at most
+        max_len = min(prompt_len + prefix_len + params.max_tokens, context_len + 1)
         needed = branch_pages(prompt_len, max_len - 1, params.num_branches, self._page_size)
         if needed > self._num_pages:
             asked = f"{prompt_len} + {max_len - prompt_len} tokens"
@@ -182,7 +195,7 @@ class Intake:
             )
         return max_len
 
-    def _sequence(self, handle: Handle, tokens: TokenArray, generated: Any, params: Params) -> Sequence:
+    def _sequence(self, handle: Handle, tokens: TokenArray, generated: Any, params: Params, *, skip: str) -> Sequence:
         """A sequence of these tokens, all of them a prompt to its penalties and its text."""
         drawn = _drawn_with(params)
         if not len(tokens):
@@ -190,7 +203,8 @@ class Intake:
         max_len = self.max_len(len(tokens), params)
         detokenizer = None
         if self._tokenizer is not None:
-            detokenizer = Detokenizer(self._tokenizer, drawn.stop, tokens.tolist(), min_tokens=drawn.min_tokens)
+            ids, min_tokens = tokens.tolist(), drawn.min_tokens
+            detokenizer = Detokenizer(self._tokenizer, drawn.stop, ids, min_tokens=min_tokens, skip=skip)
         return Sequence(
             handle=handle,
             choice=0,
@@ -207,10 +221,11 @@ class Intake:
             detokenizer=detokenizer,
             first_detokenizer=detokenizer.copy() if detokenizer is not None else None,
             constraint=None,
-            texts=with_text((), len(tokens), drawn.grammar),
+            texts=with_text((), len(tokens), drawn.grammar, drawn.prefix),
             _buffer=tokens,
             _generated=generated,
             num_tokens=len(tokens),
+            begins=bool(skip),
         )
 
 
@@ -235,6 +250,11 @@ def _fork_params(parent: Request, params: Params | None) -> Params:
     if isinstance(parent.params, BeamParams):
         raise InvalidRequest("params: none given; a fork of a beam search needs its own")
     return replace(parent.params, n=1, best_of=None)
+
+
+def _prefix(params: Params | None) -> str:
+    """What the output of a request with its own parameters begins with."""
+    return params.prefix if isinstance(params, SamplingParams) else ""
 
 
 def _grammar_start(parent: Sequence, params: Params | None, *, at: int, extra_len: int) -> int:

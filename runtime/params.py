@@ -20,6 +20,7 @@ from .grammar import Grammar
 MAX_CHOICES = 1024
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
+MAX_PREFIX_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
@@ -60,6 +61,9 @@ class SamplingParams:
     logprobs: int | None = None  # of the chosen token and so many of the most probable
     seed: int | None = None  # None: the engine's seed and the request's number
     grammar: Grammar | None = None  # what the output may be; a mapping as `to_dict` gives it is taken too
+    # What the output says first, in whichever tokens: no part of a choice's text. What follows it is free, or held to
+    # the grammar; limits count, and stop strings are looked for, there.
+    prefix: str = ""
 
     def __new__(cls, *args: object, **given: object) -> Self:
         """Refuses unknown names; the generated `__init__` would raise a TypeError that names no alternative."""
@@ -86,6 +90,7 @@ class SamplingParams:
             "logprobs": _optional_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
             "seed": _optional_integer("seed", self.seed, -(2**63), 2**64 - 1),
             "grammar": _grammar(self.grammar),
+            "prefix": _prefix(self.prefix),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -131,6 +136,8 @@ class SamplingParams:
             refuse("min_tokens", self.min_tokens, "0 where every token ends the sequence")
         if self.stop and not has_text:
             refuse("stop", self.stop, "none where the engine has no tokenizer; use stop_token_ids")
+        if self.prefix and not has_text:
+            refuse("prefix", self.prefix, "none where the engine has no tokenizer")
         if self.grammar is not None and not has_text:
             refuse("grammar", self.grammar, "none where the engine has no tokenizer")
 
@@ -252,6 +259,12 @@ def _grammar(given: object) -> Grammar | None:
         return Grammar.from_dict(given)
     if given is not None and not isinstance(given, Grammar):
         refuse("grammar", given, "None or a Grammar")
+    return given
+
+
+def _prefix(given: object) -> str:
+    if not isinstance(given, str) or len(given) > MAX_PREFIX_CHARS or not _is_unicode(given):
+        refuse("prefix", given, f"a text of at most {MAX_PREFIX_CHARS} characters without lone surrogates")
     return given
 
 

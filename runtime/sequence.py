@@ -21,7 +21,7 @@ from .params import SamplingParams
 from .sampler import History, SamplerRow
 
 TokenArray = npt.NDArray[np.int32]
-Texts = tuple[tuple[int, Grammar | None], ...]
+Texts = tuple[tuple[int, Grammar | None, str], ...]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -49,10 +49,11 @@ class Sequence:
     detokenizer: Detokenizer | None
     first_detokenizer: Detokenizer | None  # as it was at output_start
     constraint: Constraint | None  # its place in its grammar, while it lives
-    texts: Texts  # where texts of grammars, or of none, begin among its tokens; each goes up to the next
+    texts: Texts  # where texts with a grammar or a prefix, or none, begin among its tokens; each goes up to the next
     _buffer: TokenArray
     _generated: npt.NDArray[np.bool_]
     num_tokens: int
+    begins: bool = False  # with a prefix, which is not complete yet
     table: PageTable | None = None
     logits: torch.Tensor | None = None  # of its next token, while that waits for the other beams of its request
     high_water: int = 0  # tokens ever computed or found cached, by a parent too; below it a row is a recomputation
@@ -131,10 +132,10 @@ class Sequence:
         return self.num_tokens - self.output_start
 
     def grammar_start(self, at: int) -> int:
-        """Where the text of its grammar begins in which its first `at` tokens end; `at` where they end in none."""
+        """Where the text with its grammar and prefix begins in which its first `at` tokens end; else `at`."""
         stop = self.num_tokens
-        for start, grammar in reversed(self.texts):
-            if start <= at <= stop and grammar == self.params.grammar:
+        for start, *asked in reversed(self.texts):
+            if start <= at <= stop and asked == [self.params.grammar, self.params.prefix]:
                 return start
             stop = start
         return at
@@ -150,6 +151,16 @@ class Sequence:
         self.history.add(token_id)
         if self.constraint is not None:
             self.constraint.advance(token_id)
+        if self.begins and self.detokenizer is not None and not self.detokenizer.num_skipped:
+            self._begin(self.detokenizer.num_tokens)
+
+    def _begin(self, num_tokens: int) -> None:
+        """The prefix is complete, and so many tokens hold more: what is asked of the rest counts from there."""
+        self.begins = False
+        self.limits_start = self.num_tokens - num_tokens
+        self.max_len = min(self.max_len, self.limits_start + self.params.max_tokens)
+        if self.params.grammar is None:
+            self.constraint = None  # it held the prefix
 
     def reach(self, stop: int) -> None:
         """`[0, stop)` was computed or found, and counted."""
@@ -254,7 +265,9 @@ class Sequence:
         )
 
 
-def with_text(texts: Texts, start: int, grammar: Grammar | None) -> Texts:
+def with_text(texts: Texts, start: int, grammar: Grammar | None, prefix: str) -> Texts:
     """These texts up to token `start`, where another begins."""
     before = tuple(text for text in texts if text[0] < start)
-    return before if grammar is None and (not before or before[-1][1] is None) else (*before, (start, grammar))
+    free = None, ""
+    follows_free = not before or before[-1][1:] == free
+    return before if follows_free and (grammar, prefix) == free else (*before, (start, grammar, prefix))

@@ -147,6 +147,23 @@ def test_a_second_turn_finds_everything_of_the_first(make_engine: MakeEngine, pa
     audit(engine)
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 32])
+def test_later_turns_find_everything_of_earlier_ones_in_real_tokens(make_engine: MakeEngine, page_size: int) -> None:
+    model = HashModel(vocab=49_152, eos=frozenset(range(40_000, 49_152)))
+    engine = make_engine(model, tokenizer=default_tokenizer(), page_size=page_size)
+    finishes = set()
+    with rx.session(engine, system="Be brief.") as chat:
+        written = 0
+        for turn in ("Hi there, what is", "And then?", " 123  ", "été", "So?"):
+            reply = chat.send(turn, max_tokens=6, temperature=0.0)
+            assert reply.usage.cached_tokens == written
+            assert reply.usage.recomputed_tokens == 0
+            never_fed = int(reply.finish == "length")  # the last token; one that ends the reply is no part of the state
+            written = len(chat.state.tokens) - never_fed
+            finishes.add(reply.finish)
+    assert finishes == {"stop", "length"}
+
+
 def test_a_session_goes_back_for_nothing(make_engine: MakeEngine) -> None:
     engine = make_engine()
     with rx.session(engine) as chat:
