@@ -46,6 +46,37 @@ def test_tree_of_thought(make_engine: MakeEngine, capsys: pytest.CaptureFixture[
     assert printed[0].splitlines()[-1].startswith("13 generations")
 
 
+def test_self_consistency(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("self_consistency")
+    example.main(engine)
+    prompt = f"Question: {example.QUESTION}\nThink step by step and end with the number.\nAnswer:"
+    assert engine.stats().counters.computed == len(prompt) + 5 * len("\nSo the number is")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("10 generations")
+
+
+def test_skeleton_of_thought_expands_all_points_at_once(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("skeleton_of_thought")
+    points, texts, cost = example.skeleton_of_thought.run(engine, example.TOPIC)
+    assert cost.generations == len(points) + len(texts) == 6
+    outline = f"user: Give 3 tips on {example.TOPIC}, of three words each.\n1.\n2.\n3.\n"
+    asked = [f"\nuser: Explain tip {number} in one sentence: {point}.\n" for number, point in enumerate(points, 1)]
+    branches = [text.encode() for text in asked]
+    assert engine.stats().counters.computed == len(outline) + trie_size([list(branch) for branch in branches])
+    example.main(engine)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("6 generations")
+
+
+def test_a_long_document_is_computed_once(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("long_document_qa")
+    example.main(engine)
+    begin = f"{example.DOCUMENT}\n\nQuestions about this text, with short answers.\n"
+    prompts = [f"{begin}Question: {question}\nAnswer:" for question in example.QUESTIONS]
+    ideal = trie_size([list(prompt.encode()) for prompt in prompts])
+    total = sum(map(len, prompts))
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == f"{total} prompt tokens, {ideal} computed, {total - ideal} shared"
+
+
 def test_chat(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     load("chat").main(engine)
     said = capsys.readouterr().out
