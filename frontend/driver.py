@@ -280,20 +280,18 @@ def _resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-_drivers: WeakKeyDictionary[Engine, Driver] = WeakKeyDictionary()
+_drivers: WeakKeyDictionary[Engine | Backend, Driver] = WeakKeyDictionary()
 _drivers_lock = Lock()
 
 
 def driver_of(engine: Engine | Backend | Driver) -> Driver:
-    """The driver of an engine, the same for everybody while the engine lives: its events have one reader.
+    """The driver of an engine or another backend, the same for everybody while that lives: its events have one reader.
 
-    Any other backend gets a new one; who runs several programs on it at once makes its `Driver` and passes that.
+    Who calls keeps the engine; the driver does not.
     """
     if isinstance(engine, Driver):
         return engine
-    if not isinstance(engine, Engine):
-        return Driver(engine)
     with _drivers_lock:
         if engine not in _drivers:
-            _drivers[engine] = Driver(EngineBackend(proxy(engine)))
+            _drivers[engine] = Driver(EngineBackend(proxy(engine)) if isinstance(engine, Engine) else proxy(engine))
         return _drivers[engine]

@@ -3,6 +3,7 @@
 RadixrtError
   StateMisuse        a state, slot or scope used in a way that has no meaning; says what to do instead
   GenerationFailed   a generation that the engine ended with an error, raised at its slot
+  ServerError        a server that a program runs on could not be asked, refused, or broke off
 
 What was raised elsewhere (a refused request, the author's own errors) stays what it is and gets notes of where it was.
 """
@@ -18,6 +19,15 @@ class StateMisuse(RadixrtError):
 
 class GenerationFailed(RadixrtError):
     """The engine could not end a generation. The state is as it was before it."""
+
+
+class ServerError(RadixrtError):
+    """What a server answered instead of what was asked, or that it did not."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        """`status`: of HTTP, where there was an answer."""
+        super().__init__(message)
+        self.status = status
 
 
 class BranchCancelled(BaseException):

@@ -1,7 +1,7 @@
 """The program language, as `import radixrt as rx` offers it: everything named here. Knows nothing beyond the names."""
 
 from . import events
-from .failures import GenerationFailed, StateMisuse
+from .failures import GenerationFailed, ServerError, StateMisuse
 from .otel import OpenTelemetry
 from .outline import Outline
 from .program import Program, program
@@ -23,6 +23,7 @@ __all__ = [
     "OpenTelemetry",
     "Outline",
     "Program",
+    "ServerError",
     "Session",
     "Slot",
     "State",

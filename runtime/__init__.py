@@ -9,7 +9,7 @@ from .errors import InvalidRequest, ModelError
 from .fences import Fence
 from .geometry import KVGeometry
 from .grammar import Grammar
-from .loading import load_model
+from .loading import load_model, load_tokenizer
 from .model import Forward, Model
 from .outputs import (
     Choice,
@@ -65,6 +65,7 @@ __all__ = [
     "Transfers",
     "Usage",
     "load_model",
+    "load_tokenizer",
     "replay",
     "trie_size",
 ]

@@ -113,6 +113,25 @@ def load_model(
     return model, HFTokenizer(tokenizer)
 
 
+def load_tokenizer(name: str | Path) -> tuple[HFTokenizer, int]:
+    """A model's tokenizer, by name, path or hub id, and how many ids it has. Reads no weights.
+
+    ModelError where it cannot be had.
+    """
+    from transformers import AutoTokenizer
+
+    source = resolve(name) if str(name) == DEFAULT_MODEL else _source(name)
+    is_path = os.path.isdir(source)
+    unreachable = None if is_path else _ask_hub(source)
+    local = is_path or unreachable is not None
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local)
+    except Exception as error:
+        raise _load_error(name, error, unreachable, is_path=is_path) from error
+    return HFTokenizer(tokenizer), len(tokenizer)
+
+
 def _check_weights(name: str | Path, architecture: str, report: dict[str, Any]) -> None:
     """Refuse where files and config are not of one model: what runs would be another, or random in part.
 

@@ -83,7 +83,8 @@ def test_layer(folder: str) -> None:
 
 def test_the_face_offers_only_public_names() -> None:
     names = public_names(ROOT / "src" / "radixrt" / "__init__.py") - {"__version__"}
-    homes = ("radix/__init__.py", "runtime/__init__.py", "frontend/planner.py", "frontend/language.py")
+    faces = ("language", "planner", "url")
+    homes = ("radix/__init__.py", "runtime/__init__.py", *(f"frontend/{name}.py" for name in faces))
     assert names <= frozenset().union(*(public_names(ROOT / home) for home in homes))
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         OpenTelemetry,
         Outline,
         Program,
+        ServerError,
         Session,
         Slot,
         State,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         session,
     )
     from radixrt.frontend.planner import CapacityPlan, plan
+    from radixrt.frontend.url import UrlBackend, connect
     from radixrt.radix import RadixrtError
     from radixrt.runtime import (
         BeamParams,
@@ -74,14 +76,17 @@ __all__ = [
     "Program",
     "RadixrtError",
     "SamplingParams",
+    "ServerError",
     "Session",
     "Slot",
     "State",
     "StateMisuse",
     "TokenEvent",
     "Trace",
+    "UrlBackend",
     "Yardstick",
     "__version__",
+    "connect",
     "events",
     "load_trace",
     "plan",
@@ -89,33 +94,13 @@ __all__ = [
     "session",
 ]
 
-# Where names live that are not the runtime's; the cache's are known without loading torch.
-_LANGUAGE = (
-    "Branches",
-    "Cost",
-    "Failed",
-    "GenerationFailed",
-    "Mark",
-    "Ok",
-    "OpenTelemetry",
-    "Outline",
-    "Program",
-    "Session",
-    "Slot",
-    "State",
-    "StateMisuse",
-    "Trace",
-    "Yardstick",
-    "events",
-    "load_trace",
-    "program",
-    "session",
-)
+# Where names live that are neither the runtime's nor the language's; the cache's are known without loading torch.
 _HOMES = {
     "CapacityPlan": "radixrt.frontend.planner",
     "RadixrtError": "radixrt.radix",
+    "UrlBackend": "radixrt.frontend.url",
+    "connect": "radixrt.frontend.url",
     "plan": "radixrt.frontend.planner",
-    **dict.fromkeys(_LANGUAGE, "radixrt.frontend.language"),
 }
 
 
@@ -125,12 +110,17 @@ if not TYPE_CHECKING:  # a type checker that sees a module's __getattr__ accepts
         """The public name, loaded and kept. Raises AttributeError for any other."""
         if name not in __all__:
             raise AttributeError(f"module 'radixrt' has no attribute {name!r}; it has {', '.join(__all__)}")
-        if name == "__version__":
-            value = _installed_version()
-        else:
-            value = getattr(import_module(_HOMES.get(name, "radixrt.runtime")), name)
+        value = _installed_version() if name == "__version__" else getattr(import_module(_home(name)), name)
         globals()[name] = value
         return value
+
+
+def _home(name: str) -> str:
+    """The module that has a public name."""
+    if name in _HOMES:
+        return _HOMES[name]
+    is_runtime = name in import_module("radixrt.runtime").__all__
+    return "radixrt.runtime" if is_runtime else "radixrt.frontend.language"
 
 
 def __dir__() -> list[str]:
