@@ -6,6 +6,7 @@ For a model of random but fixed answers, make an engine on `radixrt.runtime.test
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from radixrt.runtime import (
     CacheUse,
@@ -119,9 +120,10 @@ class ScriptedBackend:
 
 
 class FaultyBackend:
-    """Another backend whose calls fail where a plan says so: `fault(name, number)` may raise, before the call.
+    """Another backend that fails where a plan says so: `fault(name, number)` may raise.
 
-    `name` is "submit", "fork" or "step", `number` counts those calls together, from 0.
+    `name` is "submit", "fork" or "step", asked before the call, or "finish", asked of each request that has ended: an
+    error there is that request's alone, as if it had been cut off. `number` counts all of those together, from 0.
     """
 
     def __init__(self, backend: Backend, fault: Callable[[str, int], None]) -> None:
@@ -145,11 +147,20 @@ class FaultyBackend:
 
     def step(self) -> list[Event]:
         self._may_fail("step")
-        return self._backend.step()
+        return [self._cut(event) if isinstance(event, FinishEvent) else event for event in self._backend.step()]
 
     @property
     def is_idle(self) -> bool:
         return self._backend.is_idle
+
+    def _cut(self, event: FinishEvent) -> FinishEvent:
+        """The end of a request or, if the plan says so, its failure."""
+        try:
+            self._may_fail("finish")
+        except Exception as error:
+            choice = Choice(index=0, text="", token_ids=(), finish_reason="error", error=str(error))
+            return replace(event, output=replace(event.output, choices=(choice,)))
+        return event
 
     def _may_fail(self, name: str) -> None:
         number, self.num_calls = self.num_calls, self.num_calls + 1

@@ -93,7 +93,7 @@ def test_whatever_fails_or_is_cancelled_nothing_is_held(profile: str) -> None:
     @given(programs(), st.integers(0, 40), st.sampled_from(errors), st.sampled_from([plain, tasks]), st.booleans())
     def check(body: Body, number: int, error: BaseException, run: Any, once: bool) -> None:  # noqa: FBT001
         def fault(name: str, at: int) -> None:
-            if at == number or (at > number and not once):
+            if name != "finish" and (at == number or (at > number and not once)):
                 raise error
 
         engine = engine_of()
@@ -107,6 +107,27 @@ def test_whatever_fails_or_is_cancelled_nothing_is_held(profile: str) -> None:
         assert not engine._loop.requests._ended, "every request was released"
 
     check()
+
+
+def test_a_generation_that_is_cut_off_is_the_failure_of_one_branch() -> None:
+    ended = iter(range(100))
+
+    def fault(name: str, number: int) -> None:
+        if name == "finish" and next(ended) == 2:
+            raise TimeoutError("the line is dead")
+
+    @rx.program
+    def wide(s: rx.State) -> list[Any]:
+        s += "begin"
+        with s.fork(4) as branches:
+            return branches.map(lambda b: b.gen(max_tokens=4 + b.path[0]).value, on_error="collect")
+
+    engine = engine_of()
+    results = wide.run(Driver(FaultyBackend(EngineBackend(engine), fault)))
+    [failed] = [result.error for result in results if isinstance(result, rx.Failed)]
+    assert isinstance(failed, rx.GenerationFailed)
+    assert "the line is dead" in str(failed)
+    audit(engine)
 
 
 def test_a_run_that_is_cancelled_holds_nothing(profile: str) -> None:

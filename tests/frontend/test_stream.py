@@ -371,7 +371,7 @@ def test_whatever_fails_is_raised_and_nothing_is_held(
         for error in errors:
 
             def fault(name: str, at: int, number: int = number, error: BaseException = error) -> None:
-                if at == number:
+                if at == number and name != "finish":  # which is a generation's own failure
                     raise error
 
             engine = make_engine()
