@@ -190,3 +190,17 @@ def test_a_token_that_spans_the_end_of_a_prefix_counts() -> None:
     params = rx.SamplingParams(max_tokens=1, prefix=" Par", logit_bias={spanning: 100.0}, temperature=0.0)
     [output] = engine.generate("The capital of France is", params)
     assert (output.choices[0].token_ids, output.text) == ((spanning,), "is")
+
+
+def test_the_real_model_goes_on_with_a_word_that_was_begun() -> None:
+    default_tokenizer()  # or the model is not installed
+
+    @rx.program
+    def ask(s: rx.State, text: str) -> str:
+        s += text
+        return s.gen(boundary="heal", max_tokens=3, temperature=0.0).value
+
+    with rx.Engine("smollm2-135m", num_pages=64) as engine:
+        assert ask.run(engine, "The capital of France is ").startswith("Paris")
+        assert ask.run(engine, "Two plus two is fo").startswith("ur")
+        assert ask.run(engine, "See https:").startswith("//www")
