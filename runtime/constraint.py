@@ -76,16 +76,32 @@ class _Compiled:
 class Constraint:
     """One sequence's place in its grammar. What comes next is known once it was looked at (`Grammars.look`)."""
 
-    __slots__ = ("__weakref__", "_allowed", "_compiled", "_ending_ids", "error", "forced", "is_complete", "matcher")
+    __slots__ = (
+        "__weakref__",
+        "_allowed",
+        "_compiled",
+        "_continuing",
+        "_ending_ids",
+        "_ends_on_any",
+        "error",
+        "forced",
+        "is_complete",
+        "matcher",
+    )
 
-    def __init__(self, compiled: _Compiled, matcher: LLMatcher, ending_ids: frozenset[int]) -> None:
+    def __init__(
+        self, compiled: _Compiled, matcher: LLMatcher, ending_ids: frozenset[int], *, ends_on_any: bool
+    ) -> None:
+        """`ends_on_any`: where its text may end, every id that cannot go on with it ends it, not `ending_ids` alone."""
         self.matcher = matcher
         self.is_complete = False  # the text is one of the grammar's, and nothing can be added
         self.forced: int | None = None  # the only token that may come next, where the text may not end
         self.error: str | None = None  # why it cannot be followed further
         self._allowed: BoolArray | None = None
+        self._continuing: BoolArray | None = None
         self._compiled = compiled
         self._ending_ids = ending_ids
+        self._ends_on_any = ends_on_any
         compiled.users.add(self)
 
     @property
@@ -95,48 +111,63 @@ class Constraint:
 
     @property
     def allowed(self) -> BoolArray:
-        """[V] the tokens that may come next."""
+        """[V] the tokens that may come next, those that end the text included."""
         assert self._allowed is not None, "looked at after each token"
         return self._allowed
 
+    @property
+    def continuing(self) -> BoolArray:
+        """[V] the tokens that go on with the text."""
+        assert self._continuing is not None, "looked at after each token"
+        return self._continuing
+
+    def is_ended_by(self, token_id: int) -> bool:
+        """The text is over with this token, which is no part of it."""
+        return not self.continuing[token_id]
+
     def copy(self) -> Constraint:
         """One that goes on from here by itself. About 10 us."""
-        other = Constraint(self._compiled, self.matcher.deep_copy(), self._ending_ids)
-        other._allowed, other.is_complete, other.forced = self._allowed, self.is_complete, self.forced
-        other.error = self.error
+        other = self._at(self.matcher.deep_copy())
+        other._allowed, other._continuing = self._allowed, self._continuing
+        other.is_complete, other.forced, other.error = self.is_complete, self.forced, self.error
         return other
 
     def advance(self, token_id: int) -> None:
-        """Take one token. One that ends the sequence is no part of the text."""
-        if token_id not in self._ending_ids:
+        """Take one token, unless it ends the text."""
+        if not self.is_ended_by(token_id):
             self.matcher.consume_token(token_id)
-            self._allowed = self.forced = None
+            self._allowed = self._continuing = self.forced = None
 
     def rebuilt(self, token_ids: list[int]) -> Constraint | None:
         """One that has taken these tokens from the grammar's beginning; None where they are not all of its text."""
         matcher = self._compiled.matcher.deep_copy()
         if not self._ending_ids.isdisjoint(token_ids) or matcher.try_consume_tokens(token_ids) < len(token_ids):
             return None
-        return Constraint(self._compiled, matcher, self._ending_ids)
+        return self._at(matcher)
+
+    def _at(self, matcher: LLMatcher) -> Constraint:
+        return Constraint(self._compiled, matcher, self._ending_ids, ends_on_any=self._ends_on_any)
 
     def see(self, mask: _WordArray) -> None:
         """Take the matcher's mask: a bit for each id, then one that says whether the text may end.
 
-        The ids that end a sequence are allowed exactly where it may.
+        What ends it is allowed exactly there.
         """
         size, ending = self._compiled.vocab_size, list(self._ending_ids)
         bits = np.unpackbits(mask.view(np.uint8), count=size + 1, bitorder="little").view(np.bool_)
-        allowed, may_end = bits[:size], bool(bits[size])
-        allowed[ending] = False
-        num_allowed = int(np.count_nonzero(allowed))
+        continuing, may_end = bits[:size], bool(bits[size])
+        continuing[ending] = False
+        num_continuing = int(np.count_nonzero(continuing))
         said = " ".join(self.matcher.get_error().replace("<non-verbose/>", "").split())[:200]
-        if said.startswith("NoExtension") or not (said or num_allowed or may_end):
+        if said.startswith("NoExtension") or not (said or num_continuing or may_end):
             said = "no token of the vocabulary continues the text"
         self.error = said or None
-        self.is_complete = may_end and not num_allowed and self.error is None
-        self.forced = int(allowed.argmax()) if num_allowed == 1 and not may_end else None
-        allowed[ending] = may_end
-        self._allowed = allowed
+        self.is_complete = may_end and not num_continuing and self.error is None
+        self.forced = int(continuing.argmax()) if num_continuing == 1 and not may_end else None
+        self._continuing = self._allowed = continuing
+        if may_end:
+            self._allowed = np.ones(size, np.bool_) if self._ends_on_any else continuing.copy()
+            self._allowed[ending] = True
 
 
 class Grammars:
@@ -152,14 +183,17 @@ class Grammars:
         self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()  # the latest used last
 
-    def start(self, grammar: Grammar, ending_ids: frozenset[int], token_ids: list[int]) -> Constraint:
+    def start(
+        self, grammar: Grammar, ending_ids: frozenset[int], token_ids: list[int], *, ends_on_any: bool = False
+    ) -> Constraint:
         """A constraint, looked at, that has taken these tokens of output.
 
         InvalidRequest where the grammar cannot be compiled for this vocabulary, allows no token, or does not go on
         after these.
         """
         compiled = self._compile(grammar)
-        constraint = Constraint(compiled, compiled.matcher.deep_copy(), ending_ids).rebuilt(token_ids)
+        first = Constraint(compiled, compiled.matcher.deep_copy(), ending_ids, ends_on_any=ends_on_any)
+        constraint = first.rebuilt(token_ids)
         if constraint is not None:
             self.look([constraint])
             if constraint.error is not None:

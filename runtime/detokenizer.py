@@ -92,6 +92,12 @@ class Detokenizer:
         other._stop, other._min_tokens, other.num_tokens = tuple(stop), min_tokens, 0
         return other
 
+    def afresh(self) -> Self:
+        """One whose text begins here: what was held back is no part of it."""
+        other = copy.copy(self)
+        other._bytes, other._held = b"", ""
+        return other
+
     def _first(self, token_id: int, data: bytes) -> bytes:
         """What the token adds where it begins the text: some tokenizers drop its space there."""
         alone = self._tokenizer.decode([token_id])

@@ -63,6 +63,7 @@ class Intake:
         paths = tuple((choice,) for choice in range(_checked(params).num_branches))
         sequence = self._sequence(handle, tokens, np.zeros(len(tokens), np.bool_), params, skip=_prefix(params))
         sequence.constraint = self._constraint(params, [])
+        _begin_grammar(sequence)
         sequence.namespace = checked_namespace(namespace)
         sequence.priority = integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         sequence.path = paths[0]
@@ -115,6 +116,7 @@ class Intake:
         start = _grammar_start(sequence, params, at=at, extra_len=len(extra))
         texts = with_text(sequence.texts, at, None, "") if extra else sequence.texts
         child.texts = with_text(texts, start, child.params.grammar, child.params.prefix)
+        _begin_grammar(child)
         paths = parent.next_fork(choice, given.num_branches)
         child.path = paths[0]
         ancestors = parent.ancestors
@@ -139,7 +141,9 @@ class Intake:
             grammar = (grammar or _ANYTHING).after(params.prefix)
         if grammar is None:
             return None
-        return self._grammars.start(grammar, params.ending_token_ids(self._model.eos_token_ids), token_ids)
+        ending_ids = params.ending_token_ids(self._model.eos_token_ids)
+        ends_on_any = params.grammar is not None and params.grammar_end == "any"
+        return self._grammars.start(grammar, ending_ids, token_ids, ends_on_any=ends_on_any)
 
     def _have(self, token_ids: list[int], prefix: str) -> bool:
         """These tokens of an output that begins with a prefix are all of it."""
@@ -260,6 +264,14 @@ def _prefix(params: Params | None) -> str:
 def _grammar_start(parent: Sequence, params: Params | None, *, at: int, extra_len: int) -> int:
     """Where the text of a fork's grammar begins: with its parent's, unless more than the place is told."""
     return parent.grammar_start(at) if params is None and not extra_len else at + extra_len
+
+
+def _begin_grammar(sequence: Sequence) -> None:
+    """Where a grammar's text begins, a character that was left unfinished before it is no part of it."""
+    begins = sequence.grammar_start(sequence.num_tokens) == sequence.num_tokens
+    if sequence.constraint is not None and begins and sequence.detokenizer is not None:
+        sequence.detokenizer = sequence.detokenizer.afresh()
+        sequence.first_detokenizer = sequence.detokenizer.copy()
 
 
 def _drawn_with(params: Params) -> SamplingParams:

@@ -220,7 +220,7 @@ class Loop:
 
     def _commit_token(self, sequence: Sequence, sampled: Sampled) -> bool:
         token_id = sampled.token_id
-        ends = token_id in sequence.params.ending_token_ids(self._model.eos_token_ids)
+        ends = sequence.is_ended_by(token_id, self._model.eos_token_ids)
         text = sequence.detokenizer.add(token_id) if sequence.detokenizer is not None and not ends else ""
         sequence.append(token_id)
         sequence.note(text, sampled.logprobs)

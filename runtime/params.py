@@ -28,6 +28,8 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_WIDTH = 256  # beams; a step holds a float32 for each token of each
 MAX_LENGTH_PENALTY = 4.0  # up to here no power of a number of tokens leaves float32
 
+GrammarEnd = Literal["eos", "any"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -40,7 +42,9 @@ class SamplingParams:
     output), presence and frequency penalties (output alone), grammar, temperature, top_k, top_p, min_p, draw.
 
     With a grammar the ids that end a sequence can be drawn exactly where its text may end; where nothing can be added
-    it ends with "stop" by itself, whatever min_tokens says. A text that max_tokens cuts ends with "length".
+    it ends with "stop" by itself, whatever min_tokens says. A text that max_tokens cuts ends with "length". With
+    `grammar_end="any"` a text that may end does so at whatever else the model would say: all ids can be drawn there,
+    and one that cannot go on with the text ends the sequence like an id that ends it.
     """
 
     n: int = 1  # choices, which share the prompt's pages and all that they have in common
@@ -61,6 +65,7 @@ class SamplingParams:
     logprobs: int | None = None  # of the chosen token and so many of the most probable
     seed: int | None = None  # None: the engine's seed and the request's number
     grammar: Grammar | None = None  # what the output may be; a mapping as `to_dict` gives it is taken too
+    grammar_end: GrammarEnd = "eos"  # what ends its text: an id that ends a sequence, or any that cannot go on with it
     # What the output says first, in whichever tokens: no part of a choice's text. What follows it is free, or held to
     # the grammar; limits count, and stop strings are looked for, there.
     prefix: str = ""
@@ -96,6 +101,8 @@ class SamplingParams:
             object.__setattr__(self, name, value)
         if not isinstance(self.ignore_eos, bool):
             refuse("ignore_eos", self.ignore_eos, "True or False")
+        if self.grammar_end not in ("eos", "any"):
+            refuse("grammar_end", self.grammar_end, "'eos' or 'any'")
         if self.best_of is not None and self.best_of < self.n:
             refuse("best_of", self.best_of, f"at least n, which is {self.n}")
         if self.min_tokens > self.max_tokens:

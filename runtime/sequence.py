@@ -140,6 +140,12 @@ class Sequence:
             stop = start
         return at
 
+    def is_ended_by(self, token_id: int, eos_token_ids: frozenset[int]) -> bool:
+        """This token, if it came next, would be the last and no part of the text."""
+        if self.constraint is not None and self.constraint.is_ended_by(token_id):
+            return True
+        return token_id in self.params.ending_token_ids(eos_token_ids)
+
     def append(self, token_id: int) -> None:
         """Commit one generated token."""
         if self.num_tokens == len(self._buffer):
@@ -242,15 +248,19 @@ class Sequence:
 
     def sampler_row(self, path: tuple[int, ...], eos_token_ids: frozenset[int]) -> SamplerRow:
         """What the sampler needs to draw the next token on `path`."""
+        allowed, num_generated = None, self.num_tokens - self.limits_start
+        if self.constraint is not None:
+            is_short = num_generated < self.params.min_tokens
+            allowed = self.constraint.continuing if is_short else self.constraint.allowed
         return SamplerRow(
             params=self.params,
             history=self.history,
             seed=self.seed,
             path=path,
             position=self.num_tokens,
-            num_generated=self.num_tokens - self.limits_start,
+            num_generated=num_generated,
             eos_token_ids=eos_token_ids,
-            allowed=self.constraint.allowed if self.constraint is not None else None,
+            allowed=allowed,
         )
 
     def output(self, reason: FinishReason, error: str | None, *, with_logprobs: bool) -> Choice:

@@ -45,6 +45,7 @@ REFUSED: list[tuple[str, list[Any]]] = [
     ("presence_penalty", [-2.1, 2.1, NAN, INF, None, True, "0"]),
     ("frequency_penalty", [-2.1, 2.1, NAN, -INF, None, True]),
     ("ignore_eos", [0, 1, None, "yes"]),
+    ("grammar_end", [0, True, None, "EOS", ["any"]]),
     ("logprobs", [-1, 21, 10**9, True, 1.0, "5"]),
     ("seed", [2**64, -(2**63) - 1, 10**5000, 1.5, True, "1"]),
     ("stop", ["", [""], ["a", ""], [1], 5, None, b"a", {"a"}, "a" * 257, ["a"] * 17, "\ud800", Endless()]),
@@ -170,6 +171,7 @@ def test_what_ends_a_sequence() -> None:
         stop=st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=9), max_size=3),
         stop_token_ids=st.sets(st.integers(0, 99), max_size=5),
         ignore_eos=st.booleans(),
+        grammar_end=st.sampled_from(["eos", "any"]),
         logprobs=st.none() | st.integers(0, 20),
         seed=st.none() | st.integers(-(2**63), 2**64 - 1),
     )
