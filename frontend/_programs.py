@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from hypothesis import strategies as st
 
-from radixrt.runtime import Engine, FinishEvent, Handle, Output, SamplingParams
+from radixrt.runtime import Choice, Engine, FinishEvent, Handle, Output, SamplingParams
 
 from .codec import Codec
+from .failures import GenerationFailed
 from .node import seed_of
 from .program import program
 from .scope import Ok
 from .state import State
+from .values import form_of
 
 _IDLE = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -36,6 +38,15 @@ class Gen:
     max_tokens: int
     temperature: float
     stop: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value of a type, or what says that it was cut."""
+
+    kind: Any
+    max_tokens: int
+    temperature: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +83,7 @@ class Fail:
     pass
 
 
-Op = Text | Gen | Fork | Race | Scratch | Retry | Fail
+Op = Text | Gen | Value | Fork | Race | Scratch | Retry | Fail
 Body = tuple[Op, ...]
 
 
@@ -82,7 +93,9 @@ def programs(*, max_ops: int = 4, max_depth: int = 2) -> st.SearchStrategy[Body]
     gen = st.builds(
         Gen, st.integers(1, 6), st.sampled_from([0.0, 0.7, 1.0]), st.sampled_from([(), ("a",), ("b", "aa"), ("\x10",)])
     )
-    leaf = st.one_of(text, gen, text, gen, st.builds(Race, st.integers(1, 3), gen), st.just(Fail()))
+    kinds = st.sampled_from([int, float, bool, Literal["a", "ab", "b a"], list[bool], int | None])
+    value = st.builds(Value, kinds, st.integers(1, 6), st.sampled_from([0.0, 1.0]))
+    leaf = st.one_of(text, gen, text, gen, value, st.builds(Race, st.integers(1, 3), gen), st.just(Fail()))
     body = st.lists(leaf, max_size=max_ops).map(tuple)
     for _ in range(max_depth):
         inner = body
@@ -131,6 +144,12 @@ def _play(s: State, body: Body) -> list[Any]:
             case Gen():
                 slot = _gen(s, op)
                 values.append((slot.value, slot.finish))
+            case Value():
+                slot = s.gen(op.kind, max_tokens=op.max_tokens, temperature=op.temperature)
+                try:
+                    values.append((slot.value, slot.text))
+                except GenerationFailed:
+                    values.append(("cut", slot.text))
             case Fork():
                 try:
                     with s.fork(op.bodies) as branches:
@@ -166,6 +185,12 @@ async def _play_async(s: State, body: Body) -> list[Any]:
             case Gen():
                 slot = _gen(s, op)
                 values.append((await slot, slot.finish))
+            case Value():
+                slot = s.gen(op.kind, max_tokens=op.max_tokens, temperature=op.temperature)
+                try:
+                    values.append((await slot, slot.text))
+                except GenerationFailed:
+                    values.append(("cut", slot.text))
             case Fork():
                 try:
                     async with s.fork(op.bodies) as branches:
@@ -285,6 +310,8 @@ class Oracle:
                     line.text += text
                 case Gen():
                     values.append(self._gen(line, op))
+                case Value():
+                    values.append(self._value(line, op))
                 case Fork():
                     values.append(self._fork(line, op))
                 case Race():
@@ -325,20 +352,42 @@ class Oracle:
         return found
 
     def _gen(self, line: _Line, op: Gen) -> tuple[str, str]:
+        params = SamplingParams(max_tokens=op.max_tokens, temperature=op.temperature, stop=op.stop, seed=line.seed)
+        ids, path, choice = self._ask(line, params)
+        self._go_on(line, ids, path, choice)
+        return choice.text, choice.finish_reason
+
+    def _value(self, line: _Line, op: Value) -> tuple[Any, str]:
+        form = form_of(op.kind)
+        params = SamplingParams(
+            max_tokens=op.max_tokens,
+            temperature=op.temperature,
+            seed=line.seed,
+            grammar=form.grammar,
+            grammar_end="any",
+        )
+        ids, path, choice = self._ask(line, params)
+        if choice.finish_reason == "length":
+            return "cut", choice.text
+        self._go_on(line, ids, path, choice)
+        return form.read(choice.text), choice.text
+
+    def _ask(self, line: _Line, params: SamplingParams) -> tuple[list[int], tuple[int, ...], Choice]:
+        """What a request from here on is given, the path it draws on, and what it generates."""
         ids = [*line.ids, *self._codec.encode(line.text)]
         path: tuple[int, ...] = (0,)
         if line.point is not None:
             path = (*line.point.path, line.point.num_forks)
             line.point.num_forks += 1
-        params = SamplingParams(max_tokens=op.max_tokens, temperature=op.temperature, stop=op.stop, seed=line.seed)
-        output = self._draw(ids, path, params)
-        [choice] = output.choices
+        [choice] = self._draw(ids, path, params).choices
+        return ids, path, choice
+
+    def _go_on(self, line: _Line, ids: list[int], path: tuple[int, ...], choice: Choice) -> None:
         kept, rest = len(choice.token_ids), ""
         if choice.finish_reason == "stop":
             ends = choice.token_ids[-1] in self.engine.model.eos_token_ids
             kept, rest = (kept - 1, "") if ends else self._codec.kept(choice.token_ids, choice.text)
         line.ids, line.text, line.point = [*ids, *choice.token_ids[:kept]], rest, _Point(path)
-        return choice.text, choice.finish_reason
 
     def _draw(self, ids: list[int], path: tuple[int, ...], params: SamplingParams) -> Output:
         """What a request of these ids generates on this path. Only it computes anything."""

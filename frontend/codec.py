@@ -85,8 +85,10 @@ class Codec:
     def kept(self, token_ids: tuple[int, ...], text: str) -> tuple[int, str]:
         """How many of the ids lie within `text`, which is their beginning, and the rest of it: a part of a token.
 
-        (all, "") where the text is not the beginning of what the ids say.
+        A last id that adds nothing lies behind it. (all, "") where the text is not the beginning of what the ids say.
         """
+        if b"".join(map(self._tokenizer.token_bytes, token_ids[:-1])) == text.encode(errors="replace"):
+            return max(0, len(token_ids) - 1), ""
         data, num_chars, best = b"", 0, 0
         for n, token_id in enumerate(token_ids, 1):
             data += self._tokenizer.token_bytes(token_id)

@@ -2,7 +2,7 @@
 
 RadixrtError
   StateMisuse        a state, slot or scope used in a way that has no meaning; says what to do instead
-  GenerationFailed   a generation that the engine ended with an error, raised at its slot
+  GenerationFailed   a generation that the engine ended with an error or whose text is no value, raised at its slot
   ServerError        a server that a program runs on could not be asked, refused, or broke off
 
 What was raised elsewhere (a refused request, the author's own errors) stays what it is and gets notes of where it was.
@@ -18,7 +18,7 @@ class StateMisuse(RadixrtError):
 
 
 class GenerationFailed(RadixrtError):
-    """The engine could not end a generation. The state is as it was before it."""
+    """A generation came to no value. The state is as it was before it."""
 
 
 class ServerError(RadixrtError):

@@ -10,11 +10,14 @@ from .scope import Branches, Failed, Ok
 from .session import Session, session
 from .slot import Slot
 from .state import Mark, State
+from .tools import Answer, Call, Tool, describe, tool
 from .trace import Trace, load_trace
 from .yardstick import Yardstick
 
 __all__ = [
+    "Answer",
     "Branches",
+    "Call",
     "Cost",
     "Failed",
     "GenerationFailed",
@@ -28,10 +31,13 @@ __all__ = [
     "Slot",
     "State",
     "StateMisuse",
+    "Tool",
     "Trace",
     "Yardstick",
+    "describe",
     "events",
     "load_trace",
     "program",
     "session",
+    "tool",
 ]

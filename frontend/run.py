@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from radixrt.runtime import Usage
 
 from .driver import Driver
 from .events import Observer, RunEvent
 from .node import Origin
+
+Boundary = Literal["raw", "heal", "exact"]  # between a text and what is generated behind it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,16 @@ class Sampling(TypedDict, total=False):
     stop_token_ids: Collection[int]
     ignore_eos: bool
     logprobs: int | None
+
+
+class Generation(Sampling, total=False):
+    """What a generation may be asked, beside what its value is."""
+
+    name: str | None  # to find the slot again, as `state[name]`
+    max_tokens: int
+    stop: str | Sequence[str]
+    temperature: float
+    boundary: Boundary  # by default "raw"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

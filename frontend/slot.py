@@ -1,18 +1,19 @@
 """What a generation will be: a slot of a state, which has its value once the request behind it has ended.
 
-Knows nothing of how states use the tokens.
+Knows nothing of how states use the tokens, or of types: a form reads the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from typing import Generic, Literal, TypeVar
+from collections.abc import Generator
+from typing import Generic, Literal, TypeVar, cast
 
 from radixrt.runtime import Choice, Output, TokenLogprobs, Usage
 
 from .driver import Driver, Ticket
 from .events import Fate, SlotReport, Where
 from .failures import GenerationFailed, StateMisuse, annotate
+from .values import Form, shown
 
 T_co = TypeVar("T_co", covariant=True)
 Finish = Literal["stop", "length"]
@@ -21,20 +22,20 @@ Finish = Literal["stop", "length"]
 class Slot(Generic[T_co]):
     """A value to come: `await slot` in async programs, `slot.value` or `f"{slot}"` in plain ones.
 
-    What went wrong is raised there, as itself.
+    What went wrong is raised there, as itself. A text that is no value is an error there too; the slot has it as
+    `text` nevertheless.
     """
 
-    def __init__(
-        self, driver: Driver, where: Where, name: str | None, read: Callable[[str], T_co], *, is_async: bool
-    ) -> None:
-        """`read` makes the value of the text."""
+    def __init__(self, driver: Driver, where: Where, name: str | None, form: Form[T_co], *, is_async: bool) -> None:
+        """`form` makes the value of the text."""
         self.name = name
         self._driver = driver
         self._where = where
-        self._read = read
+        self._form = form
         self._is_async = is_async
         self._ticket: Ticket | None = None
         self._choice: Choice | None = None
+        self._value: T_co | None = None
         self._usage: Usage | None = None
         self._error: BaseException | None = None
         self.was_raised = False
@@ -82,7 +83,9 @@ class Slot(Generic[T_co]):
         return self._usage
 
     def __str__(self) -> str:
-        return str(self.value)
+        """The value as it was written."""
+        self.value  # noqa: B018  # raises
+        return self.text.removeprefix(" ") if self._form.is_spaced else self.text
 
     def __repr__(self) -> str:
         name = f" {self.name!r}" if self.name is not None else ""
@@ -129,7 +132,7 @@ class Slot(Generic[T_co]):
                 self._driver.cancel(self._ticket, reason)
 
     def take(self, outcome: Output | BaseException) -> Choice | None:
-        """Keep what the request came to; its choice, None where there is no output to go on with."""
+        """Keep what the request came to; its choice, None where there is no value to go on with."""
         choice = self._taken(outcome)
         if self._report is not None:
             fate: Fate = "cancelled" if self._was_cancelled else "error"
@@ -144,12 +147,26 @@ class Slot(Generic[T_co]):
             return None
         [choice] = outcome.choices
         self._usage = outcome.usage
-        if choice.finish_reason in ("stop", "length"):
-            self._choice = choice
-            return choice
-        said = choice.error if choice.error is not None else "it was aborted"
-        self._error = GenerationFailed(f"generation: {said}")
-        return None
+        if choice.finish_reason not in ("stop", "length"):
+            said = choice.error if choice.error is not None else "it was aborted"
+            self._error = GenerationFailed(f"generation: {said}")
+            return None
+        self._choice = choice
+        self._read(choice)
+        return choice if self._error is None else None
+
+    def _read(self, choice: Choice) -> None:
+        """Make the value of the text, or the error that says why it is none."""
+        form, text = self._form, choice.text
+        if choice.finish_reason == "length" and not form.is_text:
+            what = f"{form.name} cut after {len(choice.token_ids)} tokens: {shown(text)}"
+            self._error = GenerationFailed(f"generation: {what}; give it more max_tokens")
+            return
+        try:
+            self._value = form.read(text)
+        except Exception as error:  # ValueError, or whatever the author's own validators raise
+            self._error = GenerationFailed(f"generation: {shown(text)} is no {form.name}: {error}")
+            self._error.__cause__ = error
 
     @property
     def has_failed(self) -> bool:
@@ -162,12 +179,18 @@ class Slot(Generic[T_co]):
         return self._error is not None and not self.was_raised
 
     def _ended(self) -> Choice:
-        if self._error is not None:
-            self.was_raised = True
-            annotate(self._error, self._note)
-            raise self._error
+        """What was generated, whether it is a value or not."""
+        if self._choice is None:
+            self._raise()
         assert self._choice is not None, "it has ended"
         return self._choice
 
     def _result(self) -> T_co:
-        return self._read(self._ended().text)
+        self._raise()
+        return cast("T_co", self._value)
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            self.was_raised = True
+            annotate(self._error, self._note)
+            raise self._error

@@ -5,27 +5,28 @@ Knows nothing of how programs are run or of who steps the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, get_args, overload
 
-from radixrt.runtime import InvalidRequest, Output, PinnedPrefix, RadixrtError, SamplingParams, Usage
+from radixrt.runtime import Grammar, InvalidRequest, Output, PinnedPrefix, RadixrtError, SamplingParams, Usage
 
 from .content import Content, Said
 from .events import BranchClosed, Rewound, SlotReport, TextGiven, Where
 from .failures import BranchCancelled, StateMisuse, annotate
 from .node import Node, root, seed_of, watch
-from .run import Cost, Run, Sampling
+from .run import Boundary, Cost, Generation, Run, Sampling
 from .slot import Slot
+from .tools import Answer, AnyTool, Call, form_of_turn
+from .values import Form, form_of
 
 if TYPE_CHECKING:
     from .scope import Branches, ItemBranches, Scope, Scratch
 
 T = TypeVar("T")
 Role = Literal["system", "user", "assistant", "tool"]
-Boundary = Literal["raw", "heal", "exact"]  # between a text and what is generated behind it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,17 +109,21 @@ class State:
     def tool(self) -> AbstractContextManager[None]:
         return self.message("tool")
 
-    def gen(
-        self,
-        name: str | None = None,
-        *,
-        max_tokens: int = 64,
-        stop: str | Sequence[str] = (),
-        temperature: float = 1.0,
-        boundary: Boundary = "raw",
-        **sampling: Unpack[Sampling],
-    ) -> Slot[str]:
-        """Let the model go on. Starts at once; the slot has the text, cut before the stop string that ended it.
+    @overload
+    def gen(self, kind: type[str] | Grammar = str, /, **asked: Unpack[Generation]) -> Slot[str]: ...
+
+    @overload
+    def gen(self, kind: type[T], /, **asked: Unpack[Generation]) -> Slot[T]: ...
+
+    @overload
+    def gen(self, kind: object, /, **asked: Unpack[Generation]) -> Slot[Any]: ...
+
+    def gen(self, kind: Any = str, /, **asked: Unpack[Generation]) -> Slot[Any]:
+        """Let the model go on, at once, with a value of a type or a text of a grammar (see `values`).
+
+        Of `str` the slot has the text, cut before the stop string that ended it. Any other value is held to its type
+        token by token and ends where it can end and the model would say something else; one that max_tokens cuts is
+        GenerationFailed. A type checker takes `Literal[...]`, unions and `Annotated` for Any here.
 
         `boundary`: "raw" sends the text before it in its own tokens. "heal" takes back those that a continuation could
         change and has the model begin with what they say, in tokens of its choice; its `token_ids` have them, its text
@@ -127,30 +132,71 @@ class State:
         What is drawn depends on the run's seed, the branch and the tokens so far, not on what runs beside it. A
         refused request raises here, a failed one at the slot; either way the state is as before.
         """
+        return self._generate(lambda: form_of(kind), **asked)
+
+    @overload
+    def act(self, tools: Sequence[AnyTool], **asked: Unpack[Generation]) -> Slot[Call | Answer[str]]: ...
+
+    @overload
+    def act(self, tools: Sequence[AnyTool], answer: type[T], **asked: Unpack[Generation]) -> Slot[Call | Answer[T]]: ...
+
+    @overload
+    def act(
+        self, tools: Sequence[AnyTool], answer: object, **asked: Unpack[Generation]
+    ) -> Slot[Call | Answer[Any]]: ...
+
+    def act(self, tools: Sequence[AnyTool], answer: Any = str, **asked: Unpack[Generation]) -> Slot[Call | Answer[Any]]:
+        """Let the model call one of these functions or give an answer of this type: one generation, as `gen`'s.
+
+        Nothing is called: `Call.run` does that. What the model wrote stays in the state as it is.
+        """
+        return self._generate(lambda: form_of_turn(tools, answer), **asked)
+
+    def _generate(
+        self,
+        find_form: Callable[[], Form[T]],
+        *,
+        name: str | None = None,
+        max_tokens: int = 64,
+        stop: str | Sequence[str] = (),
+        temperature: float = 1.0,
+        boundary: Boundary = "raw",
+        **sampling: Unpack[Sampling],
+    ) -> Slot[T]:
         self._take_turn()
         self._check_message()
         if name is not None and name in self._content.slots:
             raise StateMisuse(f"gen: {name!r} is the name of an earlier slot, in {self._where}; choose another")
-        params = SamplingParams(max_tokens=max_tokens, stop=stop, temperature=temperature, seed=self._seed, **sampling)
-        slot = Slot(self._driver, self._where, name, str, is_async=self._run.is_async)
+        with self._noting_slot(name):
+            form = find_form()
+            if stop and not form.is_text:
+                raise InvalidRequest(f"stop: {stop!r} given with {form.name}, which ends by itself; allowed: with str")
+            params = SamplingParams(
+                max_tokens=max_tokens,
+                stop=stop,
+                temperature=temperature,
+                seed=self._seed,
+                grammar=form.grammar,
+                grammar_end="any",
+                prefix=self._healed(boundary),
+                **sampling,
+            )
+            return self._start(Slot(self._driver, self._where, name, form, is_async=self._run.is_async), params)
+
+    def _start(self, slot: Slot[T], params: SamplingParams) -> Slot[T]:
         with self._driver.lock:
             self._check_open()  # again: whoever closes it has the lock
-            try:
-                params = self._bounded(params, boundary)
-                node = self._request(params).hold()
-            except RadixrtError as error:
-                annotate(error, f"in {self._where}, slot {name or 'without a name'}, before it had a request")
-                raise
+            node = self._request(params).hold()
             before = self._content
-            named = {**before.slots, name: slot} if name is not None else before.slots
+            named = {**before.slots, slot.name: slot} if slot.name is not None else before.slots
             self._content = replace(before, said=Said(slot, before.message, before.said), slots=named)
             self._slot = slot
             slot.runs(watch(node, lambda outcome: self._ended(slot, node, params, before, outcome)))
             self._observe(slot, node, before)
         return slot
 
-    def _bounded(self, params: SamplingParams, boundary: Boundary) -> SamplingParams:
-        """The parameters of a generation from here: with the text that its tokens begin with."""
+    def _healed(self, boundary: Boundary) -> str:
+        """The end of the text before a generation that it begins with anew."""
         if boundary not in get_args(Boundary):
             raise InvalidRequest(f'boundary: {boundary!r} given; allowed: "raw", "heal" or "exact"')
         rest = "" if boundary == "raw" else self._content.healed(self._codec)[1]
@@ -159,7 +205,15 @@ class State:
                 f"boundary: exact, where what follows could change the tokens of {rest[-40:]!r}; allowed: an end at a "
                 'special or a generated token, "heal" or "raw"'
             )
-        return replace(params, prefix=rest)
+        return rest
+
+    @contextmanager
+    def _noting_slot(self, name: str | None) -> Iterator[None]:
+        try:
+            yield
+        except RadixrtError as error:
+            annotate(error, f"in {self._where}, slot {name or 'without a name'}, before it had a request")
+            raise
 
     def _request(self, params: SamplingParams) -> Node:
         """The request that goes on from here. It sends what came since the last one."""

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from radixrt.frontend.language import (
+        Answer,
         Branches,
+        Call,
         Cost,
         Failed,
         GenerationFailed,
@@ -26,12 +28,15 @@ if TYPE_CHECKING:
         Slot,
         State,
         StateMisuse,
+        Tool,
         Trace,
         Yardstick,
+        describe,
         events,
         load_trace,
         program,
         session,
+        tool,
     )
     from radixrt.frontend.planner import CapacityPlan, plan
     from radixrt.frontend.url import UrlBackend, connect
@@ -54,8 +59,10 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "Answer",
     "BeamParams",
     "Branches",
+    "Call",
     "CapacityPlan",
     "ChoiceEvent",
     "Cost",
@@ -82,16 +89,19 @@ __all__ = [
     "State",
     "StateMisuse",
     "TokenEvent",
+    "Tool",
     "Trace",
     "UrlBackend",
     "Yardstick",
     "__version__",
     "connect",
+    "describe",
     "events",
     "load_trace",
     "plan",
     "program",
     "session",
+    "tool",
 ]
 
 # Where names live that are neither the runtime's nor the language's; the cache's are known without loading torch.

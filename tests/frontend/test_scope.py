@@ -93,7 +93,7 @@ def test_rounds_of_forks_do_not_mix(engine: Engine) -> None:
         found = []
         for _ in range(2):
             with s.fork(3) as branches:
-                found.append(branches.map(lambda b: b.gen("a", max_tokens=6).value))
+                found.append(branches.map(lambda b: b.gen(name="a", max_tokens=6).value))
         return found
 
     first, second = rounds.run(engine)
@@ -265,7 +265,7 @@ def test_the_parent_goes_on_as_the_branch_it_adopts(engine: Engine) -> None:
 
             def one(b: rx.State) -> None:
                 b += " so "
-                b.gen("found", max_tokens=4)
+                b.gen(name="found", max_tokens=4)
 
             branches.map(one)
             tokens = branches[2].tokens

@@ -20,7 +20,7 @@ def test_text_and_generations_follow_one_another(engine: Engine) -> None:
     @rx.program
     def two(s: rx.State) -> tuple[str, str, str]:
         s += "one "
-        first = s.gen("first", max_tokens=4)
+        first = s.gen(name="first", max_tokens=4)
         s += f" then {first} and "
         return first.value, s.gen(max_tokens=3).value, s.text
 
@@ -151,9 +151,9 @@ def test_a_name_is_given_once(engine: Engine) -> None:
     @rx.program
     def twice(s: rx.State) -> str:
         s += "x"
-        s.gen("a", max_tokens=1)
+        s.gen(name="a", max_tokens=1)
         assert s["a"].value is not None
-        return s.gen("a", max_tokens=1).value
+        return s.gen(name="a", max_tokens=1).value
 
     with pytest.raises(rx.StateMisuse, match="'a'"):
         twice.run(engine)
@@ -168,7 +168,7 @@ def test_rewinding_goes_back_and_draws_anew(engine: Engine) -> None:
         tries = []
         for _ in range(3):
             s += "then "
-            tries.append(s.gen("tried", max_tokens=6).value)
+            tries.append(s.gen(name="tried", max_tokens=6).value)
             s.rewind(mark)
         return tries, begun, s.text
 
@@ -215,15 +215,15 @@ def test_a_failure_surfaces_at_its_slot_and_leaves_the_state_as_it_was(make_engi
     @rx.program
     def goes_on(s: rx.State) -> tuple[str, str, str]:
         s += "x"
-        s.gen("first", max_tokens=2)
+        s.gen(name="first", max_tokens=2)
         before = s.text
         fails.append(True)
-        slot = s.gen("second", max_tokens=2)
+        slot = s.gen(name="second", max_tokens=2)
         with pytest.raises(rx.GenerationFailed, match="the device is gone") as caught:
             slot.value  # noqa: B018
         assert any("program goes_on, slot second, request 1" in note for note in caught.value.__notes__)
         fails.clear()
-        return before, s.text, s.gen("second", max_tokens=2).value
+        return before, s.text, s.gen(name="second", max_tokens=2).value
 
     before, after, _ = goes_on.run(engine)
     assert before == after
