@@ -106,3 +106,25 @@ def test_a_batch_over_a_file_computes_its_trie_and_resumes(
     second = capsys.readouterr().out.splitlines()
     assert second[:-1] == first[:-1]
     assert journal.read_bytes().count(b"\n") == 4
+
+
+def test_json_extraction_computes_each_node_of_its_trie_once(
+    make_engine: MakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = load("json_extraction")
+    engine = make_engine()
+    example.main(engine)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.startswith("  name=") for line in said[1:-1:2]] == [True] * len(example.DOCUMENTS)
+    prompts = [f"{example.INSTRUCTION}Text: {document}\nJSON:\n" for document in example.DOCUMENTS]
+    ideal = trie_size([list(prompt.encode()) for prompt in prompts])
+    assert said[-1].startswith(f"{ideal} tokens computed")
+
+
+def test_react(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("react")
+    example.main(engine)
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if not line.startswith("  ")][:-1] == list(example.QUESTIONS)
+    assert example.react.options(seed=3).name == "react"
+    assert int(said[-1].split()[0]) < int(said[-1].split()[3])  # the tools were described once
