@@ -386,7 +386,7 @@ class Oracle:
         kept, rest = len(choice.token_ids), ""
         if choice.finish_reason == "stop":
             ends = choice.token_ids[-1] in self.engine.model.eos_token_ids
-            kept, rest = (kept - 1, "") if ends else self._codec.kept(choice.token_ids, choice.text)
+            kept, rest = (kept - 1, "") if ends else self._codec.kept(choice.token_ids, choice.text, before=ids[-3:])
         line.ids, line.text, line.point = [*ids, *choice.token_ids[:kept]], rest, _Point(path)
 
     def _draw(self, ids: list[int], path: tuple[int, ...], params: SamplingParams) -> Output:

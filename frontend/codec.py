@@ -7,6 +7,7 @@ split, which is tried out once for each tokenizer.
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Iterable
 from functools import cached_property
 
@@ -82,25 +83,28 @@ class Codec:
         """The text of ids: special ones add nothing, bytes that are not UTF-8 become U+FFFD."""
         return b"".join(map(self._tokenizer.token_bytes, token_ids)).decode(errors="replace")
 
-    def kept(self, token_ids: tuple[int, ...], text: str) -> tuple[int, str]:
+    def kept(self, token_ids: tuple[int, ...], text: str, *, before: Iterable[int] = ()) -> tuple[int, str]:
         """How many of the ids lie within `text`, which is their beginning, and the rest of it: a part of a token.
 
-        A last id that adds nothing lies behind it. (all, "") where the text is not the beginning of what the ids say.
+        A last id that adds nothing lies behind it. A character that the ids `before` leave unfinished may begin the
+        text. (all, "") where the text is not the beginning of what the ids say.
         """
         if b"".join(map(self._tokenizer.token_bytes, token_ids[:-1])) == text.encode(errors="replace"):
             return max(0, len(token_ids) - 1), ""
-        data, num_chars, best = b"", 0, 0
+        decoder = getincrementaldecoder("utf-8")("replace")
+        for token_id in before:
+            decoder.decode(self._tokenizer.token_bytes(token_id))
+        said, best, rest = "", 0, text
         for n, token_id in enumerate(token_ids, 1):
-            data += self._tokenizer.token_bytes(token_id)
-            try:
-                piece = data.decode()
-            except UnicodeDecodeError:
-                continue
-            if not text.startswith(piece, num_chars):
+            unfinished = decoder.getstate()[0].decode(errors="replace")
+            start, said = len(said), said + decoder.decode(self._tokenizer.token_bytes(token_id))
+            if unfinished and said.startswith(unfinished, start) and text.startswith(unfinished, start):
+                best, rest = n - 1, text[start + len(unfinished) :]  # it was never finished
+            if len(said) > len(text):
                 break
-            data, num_chars, best = b"", num_chars + len(piece), n
-        rest = text[num_chars:]
-        return (best, rest) if self.decode(token_ids[best:]).startswith(rest) else (len(token_ids), "")
+            if not decoder.getstate()[0]:
+                best, rest = n, text[len(said) :]
+        return (best, rest) if said.startswith(text) else (len(token_ids), "")
 
     @cached_property
     def _spanned(self) -> frozenset[int]:

@@ -59,6 +59,16 @@ class Node:
             stop, node = min(stop, node.at), node.parent
         return [token_id for piece in reversed(pieces) for token_id in piece]
 
+    def last_tokens(self, stop: int, n: int) -> list[int]:
+        """The last n of the first `stop` tokens, or all of those."""
+        last: list[int] = []
+        node: Node | None = self
+        while node is not None and len(last) < n:
+            own = (node.given + node.output)[: max(0, stop - node.at)]
+            last[:0] = own[max(0, len(own) - n + len(last)) :]
+            stop, node = min(stop, node.at), node.parent
+        return last
+
     def hold(self) -> Node:
         """Somebody goes on from here, until `drop`."""
         self.num_holders += 1

@@ -241,7 +241,9 @@ class State:
         if ids and choice.finish_reason == "stop" and ids[-1] in params.ending_token_ids(self._ending_ids):
             num_kept, rest = len(ids) - 1, ""
         elif choice.finish_reason == "stop":
-            num_kept, rest = self._codec.kept(ids, params.prefix + choice.text)
+            # No longer than 3 tokens is an unfinished character, which what healing begins with cannot finish.
+            ahead = node.last_tokens(node.num_tokens - len(ids), 3) if not params.prefix else ()
+            num_kept, rest = self._codec.kept(ids, params.prefix + choice.text, before=ahead)
         else:
             num_kept, rest = len(ids), ""
         at = node.num_tokens - len(ids) + num_kept

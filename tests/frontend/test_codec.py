@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from functools import lru_cache
 
 from hypothesis import example, given, strategies as st
@@ -9,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer as Rust, decoders, models, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from radixrt.frontend.codec import Codec
+from radixrt.runtime.detokenizer import Detokenizer
 from radixrt.runtime.testing import ByteTokenizer
 from radixrt.runtime.tokenizer import HFTokenizer
 
@@ -110,6 +112,28 @@ def test_kept_ids_are_those_within_the_text(text: str, data: st.DataObject) -> N
     num_kept, rest = codec.kept(ids, text[:cut])
     assert codec.decode(ids[:num_kept]) + rest == text[:cut]
     assert rest == ""
+
+
+BYTE = st.sampled_from([*b"abx", *"é日😀".encode(), 0x80, 0xFF])
+
+
+@given(st.lists(BYTE, max_size=4), st.lists(BYTE, max_size=12), st.sampled_from(["x", "ab", "é", "b日"]))
+def test_kept_ids_are_those_before_a_stop_string_whatever_bytes_there_are(
+    before: list[int], said: list[int], stop: str
+) -> None:
+    codec = Codec(ByteTokenizer(), 256)
+    detokenizer = Detokenizer(ByteTokenizer(), [stop], before)
+    ids, text = list[int](), ""
+    while said and detokenizer.stopped is None:
+        ids.append(said.pop(0))
+        text += detokenizer.add(ids[-1])
+    if detokenizer.stopped is None:
+        return
+    num_kept, rest = codec.kept(tuple(ids), text, before=before[-3:])
+    finished = codecs.utf_8_decode(bytes(before), "replace")[0]
+    assert rest == ""
+    assert codec.decode([*before, *ids[:num_kept]]) in (finished + text, codec.decode(before) + text)
+    assert num_kept < len(ids)
 
 
 def test_a_cut_inside_a_token_leaves_text() -> None:

@@ -110,6 +110,25 @@ def test_a_stop_string_is_cut_off_and_what_follows_takes_its_place(stop: str, se
     assert (value, finish) == (alone.text, alone.choices[0].finish_reason)
 
 
+def test_a_stop_string_behind_a_character_that_was_cut_in_two_is_cut_off(make_engine: MakeEngine) -> None:
+    first, second = "é".encode()
+
+    @rx.program
+    def stopped(s: rx.State, begin: str) -> tuple[str, tuple[int, ...]]:
+        s += begin
+        s.gen(max_tokens=1, logit_bias={first: 90.0})
+        s.gen(max_tokens=9, stop="!", logit_bias={second: 60.0, ord("!"): 60.0})
+        return s.text, s.tokens
+
+    engine = make_engine(HashModel(vocab=256))
+    results = {begin: stopped.run(engine, begin) for begin in "abcdefgh"}
+    assert any(text.startswith(f"{begin}é") for begin, (text, _) in results.items())
+    for begin, (text, tokens) in results.items():
+        assert tokens[:2] == (ord(begin), first)
+        assert ord("!") not in tokens
+        assert "!" not in text
+
+
 def test_an_ending_token_is_no_part_of_the_state(make_engine: MakeEngine) -> None:
     engine = make_engine(HashModel(vocab=40, eos=frozenset(range(10))))
 
