@@ -87,15 +87,17 @@ Op = Text | Gen | Value | Fork | Race | Scratch | Retry | Fail
 Body = tuple[Op, ...]
 
 
-def programs(*, max_ops: int = 4, max_depth: int = 2) -> st.SearchStrategy[Body]:
-    """Bodies of at most so many operations, which contain bodies themselves to this depth."""
+def programs(*, max_ops: int = 4, max_depth: int = 2, values: bool = True) -> st.SearchStrategy[Body]:
+    """Bodies of at most so many operations, which contain bodies to this depth, and typed `values` or none."""
     text = st.builds(Text, st.text("ab .\n", max_size=6))
     gen = st.builds(
         Gen, st.integers(1, 6), st.sampled_from([0.0, 0.7, 1.0]), st.sampled_from([(), ("a",), ("b", "aa"), ("\x10",)])
     )
     kinds = st.sampled_from([int, float, bool, Literal["a", "ab", "b a"], list[bool], int | None])
     value = st.builds(Value, kinds, st.integers(1, 6), st.sampled_from([0.0, 1.0]))
-    leaf = st.one_of(text, gen, text, gen, value, st.builds(Race, st.integers(1, 3), gen), st.just(Fail()))
+    leaf = st.one_of(
+        text, gen, text, gen, value if values else gen, st.builds(Race, st.integers(1, 3), gen), st.just(Fail())
+    )
     body = st.lists(leaf, max_size=max_ops).map(tuple)
     for _ in range(max_depth):
         inner = body

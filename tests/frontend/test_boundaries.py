@@ -164,7 +164,7 @@ def test_exact_refuses_what_could_change(make_engine: MakeEngine) -> None:
     @rx.program
     def wrong(s: rx.State) -> None:
         s += "x"
-        s.gen(boundary="soft")  # type: ignore[arg-type]
+        s.gen(boundary="soft")  # type: ignore[call-overload]
 
     with pytest.raises(rx.InvalidRequest, match="boundary: 'soft'"):
         wrong.run(engine)

@@ -42,7 +42,7 @@ def test_given_and_generated_text_are_told_apart() -> None:
     @rx.program
     def asks(s: rx.State) -> tuple[str, str]:
         s += "Q: <b>1 & 2</b>?\nA:"
-        s.gen('an "answer"', max_tokens=100)
+        s.gen(name='an "answer"', max_tokens=100)
         return s.text, s._repr_html_()
 
     text, html = asks.run(backend)
@@ -68,7 +68,7 @@ def test_a_generation_that_runs_is_not_waited_for(engine: Engine) -> None:
     @rx.program
     async def shows(s: rx.State) -> tuple[str, str]:
         s += "x"
-        slot = s.gen("answer", max_tokens=3)
+        slot = s.gen(name="answer", max_tokens=3)
         before = s._repr_html_()
         assert engine.stats().counters.steps == 0
         await slot

@@ -21,7 +21,7 @@ memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_expo
 @rx.program
 def judge(s: rx.State, essay: str) -> list[str]:
     s += f"Essay: {essay}. "
-    s.gen("summary", max_tokens=3)
+    s.gen(name="summary", max_tokens=3)
     with s.fork(2) as branches:
         marks = branches.map(lambda b: b.gen(max_tokens=4).value)
         s.adopt(branches[1])

@@ -28,12 +28,12 @@ ev = rx.events
 @rx.program
 def judge(s: rx.State, essay: str) -> list[str]:
     s += f"Essay: {essay}. "
-    s.gen("summary", max_tokens=3)
+    s.gen(name="summary", max_tokens=3)
     with s.fork(["style", "facts"]) as branches:
 
         def one(b: rx.State, what: str) -> str:
             b += f"Its {what}: "
-            return b.gen(what, max_tokens=4).value
+            return b.gen(name=what, max_tokens=4).value
 
         marks = branches.map(one)
         s.adopt(branches[1])
@@ -43,12 +43,12 @@ def judge(s: rx.State, essay: str) -> list[str]:
 @rx.program
 async def judge_async(s: rx.State, essay: str) -> list[str]:
     s += f"Essay: {essay}. "
-    await s.gen("summary", max_tokens=3)
+    await s.gen(name="summary", max_tokens=3)
     async with s.fork(["style", "facts"]) as branches:
 
         async def one(b: rx.State, what: str) -> str:
             b += f"Its {what}: "
-            return await b.gen(what, max_tokens=4)
+            return await b.gen(name=what, max_tokens=4)
 
         marks = await branches.map(one)
         s.adopt(branches[1])

@@ -30,12 +30,12 @@ ev = rx.events
 @rx.program
 def judge(s: rx.State, essay: str) -> dict[str, str]:
     s += f"Essay: {essay}. "
-    s.gen("summary", max_tokens=3)
+    s.gen(name="summary", max_tokens=3)
     with s.fork(["style", "facts"]) as branches:
 
         def one(b: rx.State, what: str) -> str:
             b += f"Its {what}:\n"
-            return b.gen(what, max_tokens=4).value
+            return b.gen(name=what, max_tokens=4).value
 
         marks = branches.map(one)
         s.adopt(branches[1])

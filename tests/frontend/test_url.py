@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
+from pydantic import Field
 
 import radixrt as rx
 from radixrt.frontend._programs import Fork, Gen, Race, Retry, Scratch
@@ -77,7 +78,7 @@ def test_random_programs_come_to_what_an_engine_says(server: Server, speaks: str
     oracle = Oracle(Engine(HashModel(vocab=128, eos=EOS), tokenizer=ByteTokenizer(), num_pages=512, prefix_cache=False))
 
     @settings(max_examples=1000 if profile == "deep" else 40, suppress_health_check=list(HealthCheck))
-    @given(programs(), st.sampled_from([plain, tasks]))
+    @given(programs(values=False), st.sampled_from([plain, tasks]))  # which a server ends otherwise
     def check(body: Body, run: Any) -> None:
         assert run.run(backend, greedy(body)) == oracle.play(greedy(body))
         drawn = run.run(backend, body)
@@ -145,8 +146,13 @@ def test_draws_repeat_and_branches_differ(server: Server) -> None:
 
 
 def test_branches_run_at_once_and_share_the_server_s_cache(server: Server) -> None:
-    seen: list[int] = []
-    server.habits.fault = lambda body: seen.append(server.engine.stats().num_running)
+    here = threading.Barrier(3)
+
+    def all_here(body: dict[str, Any]) -> None:
+        if body["max_tokens"] == 20:
+            here.wait(30)  # for the two others, or the server fails
+
+    server.habits.fault = all_here
     text = "read by all of them, once: "
 
     @rx.program
@@ -157,7 +163,7 @@ def test_branches_run_at_once_and_share_the_server_s_cache(server: Server) -> No
 
             def one(b: rx.State, item: str) -> int:
                 b += item
-                return b.gen(max_tokens=200, ignore_eos=True).usage.cached_tokens
+                return b.gen(max_tokens=20).usage.cached_tokens
 
             return branches.map(one)
 
@@ -165,7 +171,6 @@ def test_branches_run_at_once_and_share_the_server_s_cache(server: Server) -> No
         cached = judge.run(backend)
     server.habits.fault = lambda body: None
     assert all(found >= len(text) for found in cached)
-    assert max(seen) >= 1, "one was asked while another ran"
 
 
 def test_batches_and_event_loops(server: Server) -> None:
@@ -289,7 +294,7 @@ def test_what_goes_wrong_is_raised_at_the_slot(server: Server, fault: Any, said:
     def goes_on(s: rx.State) -> tuple[str, str]:
         s += "x"
         server.habits.fault = lambda body: fault
-        slot = s.gen("asked", max_tokens=20)
+        slot = s.gen(name="asked", max_tokens=20)
         with pytest.raises(rx.GenerationFailed, match=said) as caught:
             slot.value  # noqa: B018
         assert any("slot asked" in note for note in caught.value.__notes__)
@@ -397,3 +402,20 @@ def test_what_is_no_server_is_refused(url: str) -> None:
     with pytest.raises(rx.InvalidRequest, match="url:") as caught:
         rx.connect(url)
     assert "secret" not in str(caught.value)
+
+
+@rx.program
+def facts(s: rx.State) -> list[object]:
+    s += "Ann and Ben are"
+    with s.fork((bool, int, Literal["old", "young"], Annotated[int, Field(ge=10, le=99)])) as branches:
+        return [b.gen(kind, max_tokens=100).value for b, kind in zip(branches, branches.items, strict=True)]
+
+
+def test_typed_values_are_held_to_their_types(server: Server) -> None:
+    with with_ids(server) as backend:
+        flag, number, age, bounded = facts.run(backend)
+    assert isinstance(flag, bool)
+    assert isinstance(number, int)
+    assert age in ("old", "young")
+    assert isinstance(bounded, int)
+    assert 10 <= bounded <= 99
