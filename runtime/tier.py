@@ -24,6 +24,7 @@ from .sequence import TokenArray
 _DECAY = 0.9  # of what a rate remembers, at each measurement
 _AHEAD = 16  # one page of so many is kept free where copies are late
 _RETRY = 256  # pages: so many times moving was not worth it, then one moves, to see whether that still holds
+_LONGEST_PAUSE = 10  # as a power of two of steps, while every copy fails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,8 @@ class HostTier:
         self._out, self._in, self._tokens = _Rate(), _Rate(), _Rate()
         self._totals = Transfers()
         self._num_refused = 0
+        self._num_failed = 0  # transfers in a row
+        self._pause = 0  # polls for which nothing is begun ahead of a need
         self._transfers: list[Transfer] = []
         self._cache = cache
 
@@ -171,7 +174,13 @@ class HostTier:
         return under_way if begun is None else (*under_way, begun)
 
     def _keep_ahead(self) -> None:
-        """Begin to move the coldest pages out, for what is missing of a share of free pages and not under way."""
+        """Begin to move the coldest pages out, for what is missing of a share of free pages and not under way.
+
+        After a failure not for two steps, after another one not for four, and so on.
+        """
+        if self._pause:
+            self._pause -= 1
+            return
         cache = self._cache
         under_way = sum(copy.dst > cache.num_pages for transfer in self._transfers for copy in transfer.copies)
         wanted = max(1, cache.num_pages // _AHEAD) - cache.num_free - under_way
@@ -210,8 +219,7 @@ class HostTier:
         try:
             fence = copy(src, dst)
         except Exception:
-            self._cache.swaps_failed(copies)
-            self._totals.swap_failures += len(copies)
+            self._fail(copies)
             return None
         transfer = Transfer(copies, fence, begun)
         self._transfers.append(transfer)
@@ -225,13 +233,19 @@ class HostTier:
             if not transfer.fence.done():
                 return
         except Exception:
-            self._cache.swaps_failed(transfer.copies)
-            self._totals.swap_failures += len(transfer.copies)
+            self._fail(transfer.copies)
         else:
             self._cache.swaps_done(transfer.copies)
             self._count(transfer)
+            self._num_failed = 0
         transfer.is_over = True
         self._transfers.remove(transfer)
+
+    def _fail(self, copies: tuple[PageCopy, ...]) -> None:
+        self._cache.swaps_failed(copies)
+        self._totals.swap_failures += len(copies)
+        self._num_failed += 1
+        self._pause = 2 ** min(self._num_failed, _LONGEST_PAUSE)
 
     def _count(self, transfer: Transfer) -> None:
         num_pages = len(transfer.copies)

@@ -195,6 +195,25 @@ def test_a_failed_copy_means_recompute_once() -> None:
         assert stats.counters.computed == 48
 
 
+@pytest.mark.parametrize("fate", ["fails", "raises"])
+def test_copies_that_always_fail_are_tried_ever_less(fate: str) -> None:
+    """And then nothing is held: an idle engine does not try one after the other for ever."""
+    fates = Fates([fate])
+    model = HashModel(vocab=VOCAB, copy_delay=fates)
+    with Engine(model, num_pages=1, page_size=1, num_host_pages=3, swap="always") as engine:
+        engine.generate([[1]], SamplingParams(max_tokens=1, temperature=0.0))
+        for _ in range(200):
+            engine.step()
+        assert 3 <= engine.stats().transfers.swap_failures <= 8
+        assert engine.stats().cache.num_held == 0
+        engine.check()
+        fates.fates = [0]
+        fates._next = cycle([0])
+        for _ in range(600):
+            engine.step()
+        assert engine.stats().transfers.swap_outs > 0, "it was tried again"
+
+
 def test_reset_waits_for_copies_and_refuses_while_requests_live() -> None:
     with two_prompts(num_pages=8, swap="always") as engine:
         assert isinstance(engine.model, HashModel)
