@@ -20,11 +20,12 @@ from .outputs import (
     Handle,
     Logprob,
     Output,
+    Score,
     TokenEvent,
     TokenLogprobs,
     Usage,
 )
-from .params import BeamParams, Params, SamplingParams
+from .params import BeamParams, Params, SamplingParams, ScoreParams
 from .pins import PinnedPrefix
 from .record import Replay, replay
 from .request import CacheUse
@@ -59,6 +60,8 @@ __all__ = [
     "RadixrtError",
     "Replay",
     "SamplingParams",
+    "Score",
+    "ScoreParams",
     "TokenEvent",
     "TokenLogprobs",
     "Tokenizer",

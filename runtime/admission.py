@@ -18,6 +18,7 @@ from .counting import Counters
 from .intake import branch_pages
 from .plan import StepPlan
 from .queues import Queues
+from .scoring import Scorer
 from .sequence import Sequence, TokenArray
 from .tier import HostTier, Transfer
 
@@ -32,12 +33,14 @@ class Admission:
         tier: HostTier,
         config: EngineConfig,
         counters: Counters,
+        scorer: Scorer,
         schedule: Callable[[StepPlan, Sequence], bool],
     ) -> None:
         self._queues = queues
         self._tier = tier
         self._config = config
         self._counters = counters
+        self._scorer = scorer
         self._schedule = schedule
         self.start_over(cache)
 
@@ -69,6 +72,9 @@ class Admission:
             return
         overdue = self._first_overdue()
         for sequence, match in self._candidates():
+            if match.length + match.host_len == sequence.num_tokens:
+                self._queues.known.append(sequence)
+                continue
             if (overdue < sequence.number or self._is_full()) and not self._must_go(plan, sequence):
                 break
             has_rows = plan.num_rows < self._config.token_budget or self._shared_len(plan, sequence, match) > 0
@@ -115,8 +121,12 @@ class Admission:
         return self._cache.open(known, name, sequence.label, priority=sequence.priority, again=again)
 
     def known(self, sequence: Sequence) -> TokenArray:
-        """What the cache may serve: all but the last token, whose row must run for its logits."""
-        return sequence.tokens[: -1 if self._config.prefix_cache else 0]
+        """What the cache may serve: all before the first row that must run, for its logits or log-probabilities."""
+        if not self._config.prefix_cache:
+            return sequence.tokens[:0]
+        if sequence.scores is not None:
+            self._scorer.look(sequence, self._cache.match(sequence.tokens, sequence.namespace))
+        return sequence.tokens[: sequence.first_row]
 
     def _is_full(self) -> bool:
         return len(self._queues.running) >= self._config.max_running

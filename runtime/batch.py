@@ -5,7 +5,7 @@ Knows nothing of requests, sampling or tensors: numpy arrays of ids, the same fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -32,6 +32,8 @@ class Batch:
     page_ids: IntArray  # [page_indptr[-1]]
     namespaces: tuple[str, ...]  # [S]
     logit_rows: IntArray  # [R] rows whose logits are wanted, ascending
+    scored_rows: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # [Q] ascending, of which is wanted
+    scored_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # [Q] this token's log-probability
 
     @classmethod
     def side_by_side(cls, token_ids: IntArray, *, start: int, tables: IntArray, page_size: int) -> Batch:

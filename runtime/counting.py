@@ -19,12 +19,13 @@ from .sequence import Sequence
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the engine started. Every row of every step is in exactly one of the four row counters."""
+    """Totals since the engine started. Every row of every step is in exactly one of the five row counters."""
 
     steps: int = 0
     computed: int = 0  # rows of prompt or appended tokens
     decoded: int = 0  # rows of generated tokens fed back, once per branch
     recomputed_for_logits: int = 0  # the last token of a prompt that was cached whole in an earlier step
+    recomputed_for_scores: int = 0  # cached rows that ran for log-probabilities which nobody had asked for before
     recomputed_after_preemption: int = 0  # or after a borrowed tail was given up, or a step with a copy failed
     cached: int = 0  # tokens that needed no row of their own: found in the cache or a row of another request
     preemptions: int = 0
@@ -75,7 +76,8 @@ class Counters:
                 sequence.computed_tokens += told
             else:
                 self.recomputed_after_preemption += position < sequence.high_water
-                self.recomputed_for_logits += position >= sequence.high_water
+                self.recomputed_for_logits += position >= sequence.high_water and sequence.scores is None
+                self.recomputed_for_scores += position >= sequence.high_water and sequence.scores is not None
                 sequence.recomputed_tokens += told
         sequence.reach(entry.stop)
 

@@ -5,7 +5,7 @@ Knows nothing of sockets, threads or clocks. It checks and records what is asked
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as AnySequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -26,8 +26,8 @@ from .loading import load_model
 from .loop import Loop
 from .meter import Waits
 from .model import Model
-from .outputs import Event, FinishEvent, Handle, Output
-from .params import BeamParams, Params, SamplingParams
+from .outputs import Event, FinishEvent, Handle, Output, Score
+from .params import BeamParams, Params, SamplingParams, ScoreParams
 from .pins import PinnedPrefix
 from .prompts import checked_namespace, prompts_of
 from .record import Recorder
@@ -171,7 +171,8 @@ class Engine:
     def _fork(self, request: Request, choice: int, params: Params | None, at: int, extra: list[int] | None) -> Handle:
         handle = self._loop.requests.next_handle()
         child = self._intake.fork(handle, request, choice, params, at=at, extra=extra or [])
-        self._loop.share(request.branch(choice), child.branches[0], min(at, child.branches[0].num_tokens - 1))
+        [branch] = child.branches
+        self._loop.share(request.branch(choice), branch, min(at, branch.num_tokens - 1, branch.first_row))
         self._loop.start(child)
         return handle
 
@@ -270,13 +271,7 @@ class Engine:
     ) -> list[Output]:
         """Run prompts together to their end; one Output each, in order. Events of other requests wait for `step`."""
         many = prompts_of(prompts)
-        with self._new_stream() as stream:
-            handles = [
-                self._send_to(stream, self.submit(prompt, params, namespace, priority=priority, cache=cache))
-                for prompt in many
-            ]
-            outputs = {event.handle: event.output for event in stream if isinstance(event, FinishEvent)}
-        return [outputs[handle] for handle in handles]
+        return self._together(many, [params] * len(many), namespace, priority, cache)
 
     def beam_search(
         self,
@@ -290,6 +285,39 @@ class Engine:
         """Run beam searches together to their end: `generate` with `BeamParams`; each choice carries its `score`."""
         params = params if params is not None else BeamParams()
         return self.generate(prompts, params, namespace, priority=priority, cache=cache)
+
+    def score(
+        self,
+        prompts: str | list[str] | list[list[int]],
+        namespace: str = "",
+        *,
+        start: int | AnySequence[int] = 1,
+        priority: int = 0,
+        cache: CacheUse = "all",
+    ) -> list[Score]:
+        """The log-probabilities of the tokens of prompts, given those before them; one `Score` each, in order.
+
+        `start`, one for all or one each: of the tokens from there on, so that what comes before need not be scored.
+        Prompts share rows, and what is known beside cached KV costs nothing: `submit` with `ScoreParams`, together.
+        """
+        many = prompts_of(prompts)
+        starts = list(start) if isinstance(start, AnySequence) else [start] * len(many)
+        if len(starts) != len(many):
+            raise InvalidRequest(f"start: {len(starts)} given; allowed: one, or one for each of {len(many)} prompts")
+        params = [ScoreParams(start=one) for one in starts]
+        outputs = self._together(many, params, namespace, priority, cache)
+        return [output.score for output in outputs if output.score is not None]
+
+    def _together(
+        self, prompts: list[Any], params: AnySequence[Params | None], namespace: str, priority: int, cache: CacheUse
+    ) -> list[Output]:
+        with self._new_stream() as stream:
+            handles = [
+                self._send_to(stream, self.submit(prompt, given, namespace, priority=priority, cache=cache))
+                for prompt, given in zip(prompts, params, strict=True)
+            ]
+            outputs = {event.handle: event.output for event in stream if isinstance(event, FinishEvent)}
+        return [outputs[handle] for handle in handles]
 
     def stream(
         self,

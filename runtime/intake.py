@@ -18,7 +18,7 @@ from .errors import InvalidRequest
 from .grammar import Grammar
 from .model import Model
 from .outputs import Handle
-from .params import BeamParams, Params, SamplingParams
+from .params import BeamParams, Params, SamplingParams, ScoreParams
 from .prompts import checked_namespace, token_ids_of
 from .request import CacheUse, Request
 from .sampler import History
@@ -94,7 +94,7 @@ class Intake:
         """
         sequence = parent.branch(choice)
         given = _fork_params(parent, params)
-        if at < sequence.num_tokens or extra or isinstance(given, BeamParams):
+        if at < sequence.num_tokens or extra or not isinstance(given, SamplingParams) or sequence.scores is not None:
             tokens = np.concatenate([sequence.tokens[:at], np.array(extra, np.int32)])
             generated = np.concatenate([sequence.generated[:at], np.zeros(len(extra), np.bool_)])
             child = self._sequence(handle, tokens, generated, given, skip=_prefix(params))
@@ -103,10 +103,10 @@ class Intake:
             child = sequence.branch(handle, _drawn_with(given))
             if params is not None or choice in parent.ended:
                 self._limit(child, given, ended=choice in parent.ended, skip=_prefix(params))
-        if isinstance(params, BeamParams) or params is None or params.seed is None:
-            child.seed = sequence.seed
-        else:
+        if isinstance(params, SamplingParams) and params.seed is not None:
             child.seed = (params.seed,)
+        else:
+            child.seed = sequence.seed
         child.high_water = min(child.high_water, at) if choice not in parent.ended else 0
         child.num_branches = given.num_branches
         child.found_len = at
@@ -134,7 +134,7 @@ class Intake:
 
     def _constraint(self, params: Params, token_ids: list[int]) -> Constraint | None:
         """What is asked of a text that begins with these tokens, if anything is; InvalidRequest if it cannot go on."""
-        if isinstance(params, BeamParams):
+        if not isinstance(params, SamplingParams):
             return None
         grammar = params.grammar
         if params.prefix and (grammar is not None or not self._have(token_ids, params.prefix)):
@@ -180,9 +180,14 @@ class Intake:
 
     def max_len(self, prompt_len: int, params: Params) -> int:
         """Tokens at which a request ends with "length"; InvalidRequest where this engine could never run it."""
-        _checked(params).check_against(
-            self._model.vocab_size, has_text=self._tokenizer is not None, eos_token_ids=self._model.eos_token_ids
-        )
+        params = _checked(params)
+        if isinstance(params, ScoreParams):
+            if params.start > prompt_len:
+                raise InvalidRequest(f"start: {params.start} given; allowed: at most {prompt_len}, the prompt's tokens")
+        else:
+            params.check_against(
+                self._model.vocab_size, has_text=self._tokenizer is not None, eos_token_ids=self._model.eos_token_ids
+            )
         context_len = self._model.context_len
         if prompt_len > context_len:
             raise InvalidRequest(f"prompt: {prompt_len} tokens given, the model's context holds {context_len}")
@@ -206,7 +211,7 @@ class Intake:
             raise InvalidRequest("prompt: empty; at least one token is needed")
         max_len = self.max_len(len(tokens), params)
         detokenizer = None
-        if self._tokenizer is not None:
+        if self._tokenizer is not None and not isinstance(params, ScoreParams):
             ids, min_tokens = tokens.tolist(), drawn.min_tokens
             detokenizer = Detokenizer(self._tokenizer, drawn.stop, ids, min_tokens=min_tokens, skip=skip)
         return Sequence(
@@ -226,6 +231,8 @@ class Intake:
             first_detokenizer=detokenizer.copy() if detokenizer is not None else None,
             constraint=None,
             texts=with_text((), len(tokens), drawn.grammar, drawn.prefix),
+            score_start=params.start if isinstance(params, ScoreParams) else len(tokens),
+            scores=np.full(len(tokens), np.nan) if isinstance(params, ScoreParams) else None,
             _buffer=tokens,
             _generated=generated,
             num_tokens=len(tokens),
@@ -242,8 +249,8 @@ def branch_pages(shared_len: int, seq_len: int, num_branches: int, page_size: in
 
 
 def _checked(params: Params) -> Params:
-    if not isinstance(params, (SamplingParams, BeamParams)):
-        refuse("params", params, "SamplingParams or BeamParams")
+    if not isinstance(params, (SamplingParams, BeamParams, ScoreParams)):
+        refuse("params", params, "SamplingParams, BeamParams or ScoreParams")
     return params
 
 
@@ -251,8 +258,9 @@ def _fork_params(parent: Request, params: Params | None) -> Params:
     """A fork that is told nothing keeps its parent's parameters, as one choice."""
     if params is not None:
         return _checked(params)
-    if isinstance(parent.params, BeamParams):
-        raise InvalidRequest("params: none given; a fork of a beam search needs its own")
+    if not isinstance(parent.params, SamplingParams):
+        what = "a beam search" if isinstance(parent.params, BeamParams) else "a score request"
+        raise InvalidRequest(f"params: none given; a fork of {what} needs its own")
     return replace(parent.params, n=1, best_of=None)
 
 
@@ -275,7 +283,7 @@ def _begin_grammar(sequence: Sequence) -> None:
 
 
 def _drawn_with(params: Params) -> SamplingParams:
-    """The parameters that tokens are drawn with: choices that are ranked need log-probabilities, beams nothing."""
-    if isinstance(params, BeamParams):
+    """The parameters that tokens are drawn with: choices that are ranked need log-probabilities, others nothing."""
+    if not isinstance(params, SamplingParams):
         return SamplingParams(max_tokens=params.max_tokens, temperature=0.0)
     return replace(params, logprobs=0) if params.is_ranked and params.logprobs is None else params

@@ -18,6 +18,7 @@ from .config import EngineConfig
 from .constraint import Grammars
 from .counting import Counters
 from .liveness import Liveness
+from .logprobs import LogprobStore
 from .meter import Meter
 from .model import Forward, Model
 from .outputs import ChoiceEvent, Event, FinishEvent, FinishReason, Handle, TokenEvent
@@ -30,6 +31,7 @@ from .request import Request
 from .runner import Runner
 from .sampler import Sampled, sample
 from .scheduler import Scheduler
+from .scoring import Scorer
 from .sequence import Sequence
 from .tier import HostTier
 
@@ -56,12 +58,14 @@ class Loop:
         self.counters = Counters()
         self.meter = Meter(clock)
         self.pins = Pins(self.cache)
-        self.tier = HostTier(self.cache, model, swap=config.swap, clock=self.meter.now)
+        store = LogprobStore(config.num_pages + (config.num_host_pages or 0), config.page_size)
+        self.scorer = Scorer(store)
+        self.tier = HostTier(self.cache, model, store, swap=config.swap, clock=self.meter.now)
         self.owners = Owners()
         self._liveness = Liveness(self.cache, self.owners)
-        self.scheduler = Scheduler(self.cache, self.tier, config, self.counters, self.pins, self.owners)
+        self.scheduler = Scheduler(self.cache, self.tier, config, self.counters, self.pins, self.owners, self.scorer)
         self.requests = Registry(self.owners, keep_finished=config.keep_finished, finished_ttl=config.finished_ttl)
-        self._runner = Runner(model, self.cache, poison=config.poison)
+        self._runner = Runner(model, self.cache, store, poison=config.poison)
         self._events: list[Event] = []
         self._mailboxes: dict[Handle, deque[Event]] = {}  # of requests whose events a stream reads, not `take_events`
         self.forsaken: deque[Handle] = deque()  # requests whose stream was collected: nobody reads their events
@@ -99,6 +103,7 @@ class Loop:
             raise
         if plan.entries:
             self._run(plan)
+        self._end_known(plan)
 
     def _start_over(self) -> None:
         """Forget every page; all requests wait and recompute. Right whatever state the old cache was left in."""
@@ -110,14 +115,28 @@ class Loop:
         live = [branch for request in self.requests for branch in request.live]
         self.scheduler.start_over(self.cache, live)
 
+    def _end_known(self, plan: StepPlan) -> None:
+        """End the score requests whose last row ran, and those that need no row."""
+        ran = [entry.sequence for entry in plan.entries if entry.sequence.scores is not None]
+        known = self.scheduler.known + [sequence for sequence in ran if sequence.computed_len == sequence.num_tokens]
+        for sequence in known:
+            if self.requests.live(sequence.handle) is not None:
+                self.counters.add_cached(sequence, sequence.num_tokens)
+                self._end(sequence, "stop")
+        if known and not plan.entries:
+            self._record(plan, [])  # so that a rerun ends them here too
+
     def _run(self, plan: StepPlan) -> None:
         """Run, sample and commit; where the device or a draw fails, the plan's requests run again one by one."""
         begun = self.meter.now() if self.tier.follows_costs else None
         try:
+            wishes = self.scorer.ask(plan)
             forward = self._runner.run(plan)
+            unheard = self.scorer.hear(wishes, forward)
             if any(entry.stop - entry.own_start > 1 for entry in plan.entries):
                 self.tier.computed(plan.num_rows, begun)
-            sound = [entry for entry in plan.entries if forward.finite[entry.rows].all()]
+            finite = [entry for entry in plan.entries if forward.finite[entry.rows].all()]
+            sound = [entry for entry in finite if entry.sequence not in unheard]
             logits = self._logits(plan, sound, forward)
             drawn = [self._draw(sequence, row) for sequence, row in logits]
         except BaseException as error:
@@ -137,9 +156,11 @@ class Loop:
             elif sequence.table is not None:  # its request may have ended with another beam
                 self._search_on(sequence, row)
         self._follow_grammars(going_on)
+        self._record(plan, [token.token_id for tokens in drawn for token in tokens])
+
+    def _record(self, plan: StepPlan, drawn: list[int]) -> None:
         freed, self._freed = self._freed, []
-        costs = self.tier.costs if self.tier.follows_costs else None
-        self._recorder.step(plan, [token.token_id for tokens in drawn for token in tokens], freed, costs)
+        self._recorder.step(plan, drawn, freed, self.tier.costs if self.tier.follows_costs else None)
 
     def _logits(self, plan: StepPlan, sound: list[Entry], forward: Forward) -> list[tuple[Sequence, torch.Tensor]]:
         """The sequences that get a next token, and its logits."""
@@ -173,6 +194,7 @@ class Loop:
                 self._end(entry.sequence, "error", "the model's hidden states or logits hold NaN or infinity")
             elif self._config.prefix_cache:
                 self.cache.publish(entry.table)
+                self.scorer.note(entry.sequence, entry.start)
 
     def _continue(self, sequence: Sequence, drawn: list[Sampled]) -> list[Sequence]:
         """Append what was drawn, one token to each choice; the choices that go on."""
@@ -269,6 +291,7 @@ class Loop:
     def start(self, request: Request) -> None:
         self.requests.add(request)
         for branch in request.branches:
+            self.scorer.add(branch)
             self.meter.submitted(branch)
             self.scheduler.enqueue(branch)
 
@@ -345,7 +368,10 @@ class Loop:
         """A sequence gives its pages up; where nothing is wrong with them, the cache keeps them."""
         if sequence.table is not None and self._config.prefix_cache and reason != "error":
             self.cache.publish(sequence.table, tail=True)
+            if sequence.scores is not None:
+                self.scorer.leave(sequence, self.cache.match(sequence.table.tokens, sequence.namespace))
         self.scheduler.remove(sequence)
+        self.scorer.remove(sequence)
 
     def _finish(self, request: Request) -> None:
         """All choices have ended."""
@@ -391,6 +417,8 @@ class Loop:
         """Pages, queues, and who owns tokens, from scratch. BrokenInvariant if anything is off."""
         self.cache.check()
         self.scheduler.check()
+        self.scorer.check()
+        self.scorer.store.check(self.cache.pool.refs == 0)
         ended = [branch for request in self.requests.kept() for branch in request.branches[: len(request.paths)]]
         alive = [branch for request in self.requests for branch in request.branches]
         found = [

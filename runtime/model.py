@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +21,7 @@ class Forward:
 
     logits: torch.Tensor  # [R, vocab_size] float32, row i for batch.logit_rows[i]
     finite: npt.NDArray[np.bool_]  # [T] the row's last hidden state (and logits, where asked for) hold no NaN or inf
+    logprobs: npt.NDArray[np.float64] = field(default_factory=lambda: np.empty(0))  # [Q] of batch.scored_rows, raw
 
 
 class Model(Protocol):

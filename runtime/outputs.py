@@ -37,8 +37,9 @@ class Usage:
 
     A row that several requests shared in a step is computed for the one submitted first and cached for the others.
     `recomputed_tokens` had been computed and had to run again: for their logits (the last token of a prompt that was
-    cached whole), or in the fork of a preempted request. For a fork everything before the fork counts as prompt.
-    A prompt counts once however many choices continue it; `completion_tokens` are those of all, kept or not.
+    cached whole), for log-probabilities that nobody had asked for, or in the fork of a preempted request. For a fork
+    everything before the fork counts as prompt. A prompt counts once however many choices continue it;
+    `completion_tokens` are those of all, kept or not.
     """
 
     prompt_tokens: int
@@ -62,16 +63,33 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """`logprobs[i]` is the natural log-probability of `token_ids[start + i]` given all tokens before it, in float64.
+
+    Raw: before temperature and masks. `start` is at least 1: nothing comes before the first token, so it has none.
+    Where the request failed there are none at all, and `error` says why.
+    """
+
+    token_ids: tuple[int, ...]
+    start: int
+    logprobs: tuple[float, ...]  # [len(token_ids) - start]
+    usage: Usage
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
     """Everything one request produced: `n` choices by index, with `best_of` and beams numbered from the best on.
 
-    The index is what `fork`, `truncate` and `adopt` call a choice.
+    The index is what `fork`, `truncate` and `adopt` call a choice. With `ScoreParams` there is a
+    `score`, and one choice without tokens that says how it ended.
     """
 
     handle: Handle
     prompt_token_ids: tuple[int, ...]
     choices: tuple[Choice, ...]
     usage: Usage
+    score: Score | None = None
 
     @property
     def text(self) -> str:

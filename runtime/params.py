@@ -1,4 +1,4 @@
-"""What a caller may ask of generation: `SamplingParams` and `BeamParams`, checked once when made.
+"""What a caller may ask of a request: `SamplingParams`, `BeamParams` and `ScoreParams`, checked once when made.
 
 Knows nothing of models (`check_against` is told the width of the logits), of tensors or of how tokens are chosen.
 """
@@ -11,7 +11,7 @@ import numbers
 import reprlib
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from .checks import integer, refuse
 from .errors import InvalidRequest
@@ -229,12 +229,36 @@ class BeamParams:
         return plain | {"stop_token_ids": list(plain["stop_token_ids"])}
 
 
-Params = SamplingParams | BeamParams
+@dataclass(frozen=True, kw_only=True)
+class ScoreParams:
+    """Nothing is generated: the log-probabilities of the prompt's tokens are wanted. Checked like `SamplingParams`."""
+
+    start: int = 1  # of the tokens from here on; the first has nothing before it
+
+    num_branches: ClassVar[int] = 1
+    is_ranked: ClassVar[bool] = True  # nothing is told before the end
+    max_tokens: ClassVar[int] = 1  # that are never fed, as a generation's last: the prompt is all that needs room
+
+    def __new__(cls, *args: object, **given: object) -> Self:
+        """Refuses unknown names, as `SamplingParams` does."""
+        _refuse_unknown(given, [field.name for field in fields(cls)])
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", integer("start", self.start, 1, MAX_TOKEN_ID))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as JSON holds it; `ScoreParams(**params.to_dict()) == params`, through JSON too."""
+        return {"start": self.start}
+
+
+Params = SamplingParams | BeamParams | ScoreParams
 
 
 def params_from_dict(plain: Mapping[str, Any]) -> Params:
     """The parameters of which `to_dict` made this."""
-    return BeamParams(**plain) if "width" in plain else SamplingParams(**plain)
+    kinds: tuple[tuple[str, type[Params]], ...] = (("width", BeamParams), ("start", ScoreParams))
+    return next((kind for name, kind in kinds if name in plain), SamplingParams)(**plain)
 
 
 def _refuse_unknown(given: Collection[str], known: Sequence[str]) -> None:

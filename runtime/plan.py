@@ -41,8 +41,8 @@ class Entry:
 
     @property
     def samples(self) -> bool:
-        """The last row gives the logits of the sequence's next token."""
-        return self.stop == self.sequence.num_tokens
+        """The last row gives the logits of the sequence's next token, and there is to be one."""
+        return self.stop == self.sequence.num_tokens and self.sequence.scores is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,8 @@ class StepPlan:
     num_rows: int = 0
     copies_released: bool = False  # the page copies ran, or never will
     entries: list[Entry] = field(default_factory=list)
+    scored_rows: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
+    scored_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     _parted: set[int] = field(default_factory=set)  # rows before which a sharer left: a segment ends there
     _places: dict[tuple[str, int, int], list[tuple[bytes, int]]] = field(default_factory=lambda: defaultdict(list))
 
@@ -127,6 +129,8 @@ class StepPlan:
             page_ids=_concat([e.table.page_ids[:n] for (e, _, _), n in zip(segments, num_pages, strict=True)]),
             namespaces=tuple(entry.sequence.namespace for entry, _, _ in segments),
             logit_rows=self.logit_rows,
+            scored_rows=self.scored_rows,
+            scored_ids=self.scored_ids,
         )
 
     def _segments(self, entry: Entry) -> list[tuple[Entry, int, int]]:

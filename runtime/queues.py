@@ -21,6 +21,7 @@ class Queues:
     def __init__(self, owners: Owners) -> None:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.known: list[Sequence] = []  # of either: score requests for which nothing is left to compute
         self._owners = owners
 
     def add(self, sequence: Sequence) -> None:
@@ -35,7 +36,7 @@ class Queues:
 
     def start_over(self, live: Iterable[Sequence]) -> None:
         """All of these wait, without pages, and nobody else is there."""
-        self.waiting, self.running = [], []
+        self.waiting, self.running, self.known = [], [], []
         for sequence in live:
             sequence.table = None
             self.add(sequence)

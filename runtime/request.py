@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .beams import BeamSearch, Continuation, Hypothesis
-from .outputs import Choice, FinishReason, Handle, Output, Usage
-from .params import BeamParams, Params
+from .outputs import Choice, FinishReason, Handle, Output, Score, Usage
+from .params import Params, SamplingParams
 from .sequence import Sequence
 
 CacheUse = Literal["all", "prompt", "none"]
@@ -110,12 +110,12 @@ class Request:
 
     def end(self, sequence: Sequence, reason: FinishReason, error: str | None) -> list[Choice]:
         """Note how a branch ended; the choices that ended with it. The last one brings them in their order."""
-        with_logprobs = not isinstance(self.params, BeamParams) and self.params.logprobs is not None
+        with_logprobs = isinstance(self.params, SamplingParams) and self.params.logprobs is not None
         choice = sequence.output(reason, error, with_logprobs=with_logprobs)
         indices = range(len(self.paths)) if len(self.branches) < len(self.paths) else [sequence.choice]
         choices = [replace(choice, index=index) for index in indices]
         self.ended |= {choice.index: choice for choice in choices}
-        if self.is_over and self.params.is_ranked:
+        if self.is_over and isinstance(self.params, SamplingParams) and self.params.is_ranked:
             self._rank()
         return choices
 
@@ -128,11 +128,26 @@ class Request:
             prompt_token_ids=tuple(trunk.tokens[: trunk.output_start].tolist()),
             choices=tuple(self.ended[index] for index in range(len(self.paths))),
             usage=self._usage(),
+            score=self._score(self.ended[0]),
+        )
+
+    def _score(self, choice: Choice) -> Score | None:
+        """What a score request found, if it is one and ended well."""
+        trunk = self.branches[0]
+        if trunk.scores is None:
+            return None
+        found = tuple(trunk.scores[trunk.score_start :].tolist()) if choice.finish_reason == "stop" else ()
+        return Score(
+            token_ids=tuple(trunk.tokens.tolist()),
+            start=trunk.score_start,
+            logprobs=found,
+            usage=self._usage(),
+            error=None if found or choice.finish_reason == "stop" else choice.error or "it was aborted",
         )
 
     def _rank(self) -> None:
         """Number the choices from the best on, and return no more than were asked for."""
-        assert not isinstance(self.params, BeamParams)
+        assert isinstance(self.params, SamplingParams)
         ranking = sorted(range(len(self.paths)), key=lambda index: -self._merit(self.ended[index]))
         best = ranking[: self.params.n]
         self.ended = {rank: replace(self.ended[index], index=rank) for rank, index in enumerate(best)}

@@ -13,15 +13,20 @@ import numpy.typing as npt
 from radixrt.kernels.plan import IntArray
 from radixrt.radix import RadixCache
 
+from .logprobs import LogprobStore
 from .model import Forward, Model
 from .plan import StepPlan
 
 
 class Runner:
-    """The model, its pool allocated, and the cache that owns its pages. With `poison`, dead content ruins readers."""
+    """The model, its pool allocated, and the cache that owns its pages. With `poison`, dead content ruins readers.
 
-    def __init__(self, model: Model, cache: RadixCache, *, poison: bool) -> None:
+    What the store holds beside the pages changes with their content.
+    """
+
+    def __init__(self, model: Model, cache: RadixCache, store: LogprobStore, *, poison: bool) -> None:
         self._model = model
+        self._store = store
         self._poison = poison
         self.start_over(cache)
 
@@ -39,8 +44,11 @@ class Runner:
                 size = self._cache.page_size
                 tails = [np.arange(c.dst * size + c.num_tokens, (c.dst + 1) * size) for c in copies]
                 self._model.poison_slots(np.concatenate(tails))
+            self._store.copy(copies)
         self._release_copies(plan)
-        return self._model.forward(plan.batch())
+        batch = plan.batch()
+        self._store.unset(batch.write_slots)
+        return self._model.forward(batch)
 
     def withdraw(self, plan: StepPlan) -> None:
         """Take back the rows of a step that failed; a page whose copy may be missing goes with them."""
@@ -51,6 +59,7 @@ class Runner:
 
     def forget(self, page_ids: npt.NDArray[np.integer]) -> None:
         """The content of these pages is dead."""
+        self._store.forget(page_ids)
         if self._poison:
             size = self._cache.page_size
             self._model.poison_slots((page_ids[:, None] * size + np.arange(size)).ravel())

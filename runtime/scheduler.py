@@ -16,6 +16,7 @@ from .owners import Owners
 from .pins import Pins
 from .plan import Leader, StepPlan
 from .queues import Queues
+from .scoring import Scorer
 from .sequence import Sequence, TokenArray
 from .tier import HostTier
 
@@ -36,6 +37,7 @@ class Scheduler:
         counters: Counters,
         pins: Pins,
         owners: Owners,
+        scorer: Scorer,
     ) -> None:
         self.cache = cache
         self.tier = tier
@@ -44,7 +46,7 @@ class Scheduler:
         self.pins = pins
         self.isolated: list[Sequence] = []  # were in a step that failed: each runs alone until one step succeeds
         self._queues = Queues(owners)
-        self._admission = Admission(cache, self._queues, tier, config, counters, self._schedule)
+        self._admission = Admission(cache, self._queues, tier, config, counters, scorer, self._schedule)
 
     @property
     def waiting(self) -> list[Sequence]:
@@ -55,6 +57,11 @@ class Scheduler:
     def running(self) -> list[Sequence]:
         """By age."""
         return self._queues.running
+
+    @property
+    def known(self) -> list[Sequence]:
+        """Of the last plan: score requests for which nothing is left to compute."""
+        return self._queues.known
 
     def enqueue(self, sequence: Sequence) -> None:
         """Let a new sequence wait, or run at once where it already holds pages (a fork)."""
@@ -84,9 +91,10 @@ class Scheduler:
         has run. Stays empty where nothing runs or waits. Blocks on copies to and from host memory only where nothing
         can be planned before they end.
         """
+        self.known.clear()
         self.tier.poll()
         self._fill(plan)
-        if not plan.entries and (self.running or self.waiting) and self.tier.wait():
+        if not plan.entries and not self.known and (self.running or self.waiting) and self.tier.wait():
             self._fill(plan)
 
     def _fill(self, plan: StepPlan) -> None:
@@ -156,7 +164,7 @@ class Scheduler:
 
         Leaves `kept_rows` of the budget to others, but for the first row of the step.
         """
-        if sequence.table is None:
+        if sequence.table is None or sequence in self.known:
             return False
         leader = self._leader(plan, sequence)
         stop = self._stop(plan, sequence, leader, kept_rows)
@@ -203,7 +211,10 @@ class Scheduler:
         if not self.config.prefix_cache or sequence.table is None or not sequence.borrows or sequence.is_decoding:
             return
         known = self._admission.known(sequence)
-        if self.cache.peek(known, sequence.namespace) > sequence.computed_len:
+        cached_len = self.cache.peek(known, sequence.namespace)
+        if cached_len == sequence.num_tokens:
+            self.known.append(sequence)
+        elif cached_len > sequence.computed_len:
             ahead = self._admission.open(sequence)
             self.cache.close(sequence.table)
             sequence.table = ahead

@@ -50,6 +50,8 @@ class Sequence:
     first_detokenizer: Detokenizer | None  # as it was at output_start
     constraint: Constraint | None  # its place in its grammar, while it lives
     texts: Texts  # where texts with a grammar or a prefix, or none, begin among its tokens; each goes up to the next
+    score_start: int  # the first token whose log-probability is wanted, where that is all that is
+    scores: npt.NDArray[np.float64] | None  # [num_tokens] as far as they are known, else NaN; None: it generates
     _buffer: TokenArray
     _generated: npt.NDArray[np.bool_]
     num_tokens: int
@@ -119,9 +121,21 @@ class Sequence:
         return self.num_tokens - self.computed_len
 
     @property
+    def first_row(self) -> int:
+        """The first row that has to run even where everything is cached: it gives what is wanted and not known.
+
+        For who generates, the last; for who wants log-probabilities, that of the token before the first unknown one, or
+        none (`num_tokens`).
+        """
+        if self.scores is None:
+            return self.num_tokens - 1
+        unknown = np.isnan(self.scores[self.score_start :])
+        return self.score_start + int(unknown.argmax()) - 1 if unknown.any() else self.num_tokens
+
+    @property
     def is_decoding(self) -> bool:
         """Only its last sampled token is still to be fed."""
-        return bool(self._generated[self.num_tokens - 1]) and self.extend_len == 1
+        return bool(self._generated[self.num_tokens - 1]) and self.extend_len == 1 and self.scores is None
 
     @property
     def was_preempted(self) -> bool:
@@ -230,6 +244,7 @@ class Sequence:
             constraint=self.constraint.copy() if self.constraint is not None else None,
             _buffer=self.tokens.copy(),
             _generated=self.generated.copy(),
+            scores=None,
             table=None,
             logits=None,
             high_water=0 if self.table is not None else self.high_water,

@@ -18,6 +18,7 @@ from radixrt.kernels.plan import AttentionPlan, IntArray
 
 from .batch import Batch
 from .fences import Fence, Passed
+from .logprobs import logprobs_of
 from .model import Forward
 
 _Words = npt.NDArray[np.uint64]
@@ -126,7 +127,12 @@ class HashModel:
             layer[batch.write_slots] = values[batch.write_rows]
             values = self._read(plan, layer)
         finite = self.finite(batch) if self.finite is not None else np.ones(batch.num_rows, dtype=np.bool_)
-        return Forward(logits=torch.from_numpy(self._logits(values[batch.logit_rows])), finite=finite)
+        logprobs = logprobs_of(
+            lambda rows: torch.from_numpy(self._logits(values[rows])), batch.scored_rows, batch.scored_ids
+        )
+        return Forward(
+            logits=torch.from_numpy(self._logits(values[batch.logit_rows])), finite=finite, logprobs=logprobs
+        )
 
     def _plan(self, batch: Batch) -> AttentionPlan:
         if self.planner is not None:

@@ -18,6 +18,7 @@ from radixrt.radix import Match, PageCopy, RadixCache
 
 from .config import Swap
 from .fences import Fence
+from .logprobs import LogprobStore
 from .model import Model
 from .sequence import TokenArray
 
@@ -77,6 +78,7 @@ class HostTier:
         self,
         cache: RadixCache,
         model: Model,
+        store: LogprobStore,
         *,
         swap: Swap = "auto",
         clock: Callable[[], float | None] = time.perf_counter,
@@ -85,6 +87,7 @@ class HostTier:
         self.recorded: Costs | None = None
         self._clock = clock
         self._model = model
+        self._store = store  # of what goes with the pages
         self._swap = swap
         self._page_bytes = model.page_bytes(cache.page_size)
         self._out, self._in, self._tokens = _Rate(), _Rate(), _Rate()
@@ -235,6 +238,7 @@ class HostTier:
         except Exception:
             self._fail(transfer.copies)
         else:
+            self._store.copy(transfer.copies)
             self._cache.swaps_done(transfer.copies)
             self._count(transfer)
             self._num_failed = 0

@@ -5,18 +5,21 @@ Knows nothing of requests, caching or where the weights came from.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from radixrt.kernels.plan import IntArray
 
-from .attention import prepare, run_packed
+from .attention import Step, prepare, run_packed
 from .backends import Chosen, choose_backend, choose_product, probe_backend
 from .batch import Batch
 from .errors import ModelError
 from .fences import Fence
 from .kv import KVPool
+from .logprobs import FloatArray, logprobs_of
 from .model import Forward
 from .probe import first_tensor, probe, run_untouched
 from .slimming import slim
@@ -71,8 +74,9 @@ class TransformerModel:
         self._chosen: Chosen | None = None
         self._pool: KVPool | None = None
         self._eos_token_ids = self._resolve_eos()
-        self._hidden: torch.Tensor | None = None
-        probed.body.register_forward_hook(self._keep_hidden)
+        self._body = probed.body
+        self._hidden: Any = None  # what the body gave last
+        self._body.register_forward_hook(self._keep_hidden)
 
     @property
     def vocab_size(self) -> int:
@@ -152,11 +156,28 @@ class TransformerModel:
         step = prepare(self._allocated(), batch, exact=self.exact)
         output = run_packed(self._hf, self._binding, step, batch)
         logits = output.logits[0].float()
-        assert self._hidden is not None, "the probe saw its body give the rows"
-        finite = _finite_rows(self._hidden[0])
+        hidden = first_tensor(self._hidden)
+        assert hidden is not None, "the probe saw its body give the rows"
+        finite = _finite_rows(hidden[0])
         finite[torch.from_numpy(batch.logit_rows)] &= _finite_rows(logits)
+        logprobs = self._logprobs(step, batch)
         self._hidden = None
-        return Forward(logits=logits, finite=finite.numpy(force=True))
+        return Forward(logits=logits, finite=finite.numpy(force=True), logprobs=logprobs)
+
+    def _logprobs(self, step: Step, batch: Batch) -> FloatArray:
+        """Those of `batch.scored_ids`: a few rows at a time through the model's own head, over what its body gave."""
+        if not len(batch.scored_rows):
+            return np.empty(0)
+        given, forward = self._hidden, self._body.forward
+        self._body.forward = lambda *_, **__: given
+        try:
+            return logprobs_of(
+                lambda rows: run_packed(self._hf, self._binding, step, replace(batch, logit_rows=rows)).logits[0],
+                batch.scored_rows,
+                batch.scored_ids,
+            )
+        finally:
+            self._body.forward = forward
 
     def _flaw(self, seen: str | None) -> str | None:
         """Why answers are not exact, where they are not; `seen` is what the probe saw."""
@@ -176,7 +197,7 @@ class TransformerModel:
         return self._pool
 
     def _keep_hidden(self, _module: Any, _inputs: Any, output: Any) -> None:
-        self._hidden = first_tensor(output)
+        self._hidden = output
 
     def _resolve_eos(self) -> frozenset[int]:
         for config in (self._hf.generation_config, self._hf.config.get_text_config(decoder=True)):

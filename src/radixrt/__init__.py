@@ -53,6 +53,8 @@ if TYPE_CHECKING:
         ModelError,
         Output,
         SamplingParams,
+        Score,
+        ScoreParams,
         TokenEvent,
     )
 
@@ -83,6 +85,8 @@ __all__ = [
     "Program",
     "RadixrtError",
     "SamplingParams",
+    "Score",
+    "ScoreParams",
     "ServerError",
     "Session",
     "Slot",

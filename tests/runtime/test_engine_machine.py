@@ -23,11 +23,14 @@ from radixrt.runtime import (
     Output,
     PinnedPrefix,
     SamplingParams,
+    ScoreParams,
     TokenEvent,
     replay,
 )
 from radixrt.runtime.intake import branch_pages
 from radixrt.runtime.testing import HashModel
+
+from .test_scores import direct
 
 VOCAB = 20
 LENGTH, TEXT = 10, 3  # most tokens that one request generates, and that a fork appends
@@ -80,6 +83,13 @@ class EngineMachine(RuleBasedStateMachine):
         prompt = self.prompts[which % len(self.prompts)]
         handle = self.engine.submit(prompt, params, priority=priority, cache=cache)
         self.live[handle], self.generation[handle] = [[] for _ in range(n)], 0
+        return handle
+
+    @rule(target=handles, which=st.integers(0, 4), start=st.integers(1, 40), priority=st.sampled_from([0, 1, -1]))
+    def score(self, which: int, start: int, priority: int) -> Handle:
+        prompt = self.prompts[which % len(self.prompts)]
+        handle = self.engine.submit(prompt, ScoreParams(start=min(start, len(prompt))), priority=priority)
+        self.live[handle], self.generation[handle] = [[]], 0
         return handle
 
     @rule(
@@ -167,6 +177,12 @@ class EngineMachine(RuleBasedStateMachine):
         """Its last event: all tokens were told, and they are those of a lone run."""
         choices = event.output.choices
         assert self.live.pop(event.handle) == [list(choice.token_ids) for choice in choices]
+        if (score := event.output.score) is not None:
+            assert choices[0].finish_reason in ("stop", "abort")
+            if score.error is None:
+                told = direct(list(score.token_ids), vocab=VOCAB)[score.start - 1 :]
+                assert score.logprobs == pytest.approx(told, abs=1e-9)
+            return
         expected = lone(event.output, self.lines)
         for choice, alone in zip(choices, expected, strict=True):
             assert choice.finish_reason in ("length", "abort")

@@ -14,6 +14,7 @@ from hypothesis import given, strategies as st
 from radixrt.radix import LiveTables, RadixCache
 from radixrt.runtime import Engine, FinishEvent, Handle, InvalidRequest, SamplingParams, replay
 from radixrt.runtime.config import Swap
+from radixrt.runtime.logprobs import LogprobStore
 from radixrt.runtime.testing import HashModel
 from radixrt.runtime.tier import Costs, HostTier
 from radixrt.runtime.transformer import TransformerModel
@@ -339,7 +340,7 @@ def a_tier(*, copy_seconds: float, token_seconds: float, num_host_pages: int = 1
         assert cache.extend(table, [leaf] * 4) is not None
         cache.publish(table)
         cache.close(table)
-    tier = HostTier(cache, model, clock=model.clock)
+    tier = HostTier(cache, model, LogprobStore(100 + num_host_pages, 4), clock=model.clock)
     compute(tier, 100, 100 * token_seconds)
     tier.poll()
     return cache, tier

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import transformers as hf
 
@@ -148,3 +149,29 @@ def build(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> 
     model = auto_model.from_config(config, attn_implementation="eager").to(dtype).eval()
     model.set_experts_implementation("eager")  # the default for mixtures of experts has no float64
     return model
+
+
+_REPLACED = ("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+
+# Their own norms or routers, which stay, go through float32: where the last bit before differs, that may round.
+NARROWED = ("gemma2", "gemma3", "gemma3n", "llama4", "mixtral", "olmo2", "phi3")
+
+
+def logprobs(hf_model: Any, prompt: list[int]) -> list[float]:
+    """The model's own code over the whole prompt, and a log-softmax, all in float64.
+
+    Its own code narrows to float32 inside of softmax and, where ours takes its place, of RMSNorm; here it does not.
+    """
+    softmax = torch.nn.functional.softmax
+    with pytest.MonkeyPatch.context() as patched, torch.inference_mode():
+        patched.setattr(torch.nn.functional, "softmax", lambda x, dim=-1, **_: softmax(x, dim=dim))
+        for kind in {type(module) for module in hf_model.modules() if type(module).__name__ in _REPLACED}:
+            patched.setattr(kind, "forward", _wide_norm)
+        logprobs = hf_model(torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)
+    assert logprobs.dtype == torch.float64
+    return [float(logprobs[t - 1, prompt[t]]) for t in range(1, len(prompt))]
+
+
+def _wide_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    scaled: torch.Tensor = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon) * module.weight
+    return scaled
