@@ -21,7 +21,7 @@ from _harness import Goal, Options, Report, Variant, time_rounds
 from pydantic import BaseModel
 
 import radixrt as rx
-from radixrt.frontend.backend import EngineBackend
+from radixrt.frontend.backend import Asked, EngineBackend
 from radixrt.runtime import CacheUse, Event, FinishEvent, Handle, SamplingParams, load_model
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
@@ -119,9 +119,7 @@ class AsPrompts:
         )
         self.abort, self.pin, self.unpin = backend.abort, backend.pin, backend.unpin
 
-    def submit(
-        self, tokens: list[int], params: SamplingParams, namespace: str, *, priority: int, cache: CacheUse
-    ) -> Handle:
+    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int, cache: CacheUse) -> Handle:
         handle = self._backend.submit(self._anew(tokens), params, namespace, priority=priority, cache=cache)
         self._tokens[handle] = list(tokens)
         return handle

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hypothesis import strategies as st
 
-from radixrt.runtime import Choice, Engine, FinishEvent, Handle, Output, SamplingParams
+from radixrt.runtime import Choice as Generated, Engine, FinishEvent, Handle, Output, SamplingParams
 
+from .choice import Choice
 from .codec import Codec
 from .failures import GenerationFailed
 from .node import seed_of
+from .options import ScoreName, options_of
 from .program import program
 from .scope import Ok
 from .state import State
@@ -46,6 +48,13 @@ class Value:
 
     kind: Any
     max_tokens: int
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choose:
+    options: tuple[str, ...]
+    score: ScoreName
     temperature: float
 
 
@@ -83,21 +92,26 @@ class Fail:
     pass
 
 
-Op = Text | Gen | Value | Fork | Race | Scratch | Retry | Fail
+Op = Text | Gen | Value | Choose | Fork | Race | Scratch | Retry | Fail
 Body = tuple[Op, ...]
 
 
 def programs(*, max_ops: int = 4, max_depth: int = 2, values: bool = True) -> st.SearchStrategy[Body]:
-    """Bodies of at most so many operations, which contain bodies to this depth, and typed `values` or none."""
+    """Bodies of at most so many operations, which contain bodies to this depth; typed `values` and choices or none."""
     text = st.builds(Text, st.text("ab .\n", max_size=6))
     gen = st.builds(
         Gen, st.integers(1, 6), st.sampled_from([0.0, 0.7, 1.0]), st.sampled_from([(), ("a",), ("b", "aa"), ("\x10",)])
     )
     kinds = st.sampled_from([int, float, bool, Literal["a", "ab", "b a"], list[bool], int | None])
     value = st.builds(Value, kinds, st.integers(1, 6), st.sampled_from([0.0, 1.0]))
-    leaf = st.one_of(
-        text, gen, text, gen, value if values else gen, st.builds(Race, st.integers(1, 3), gen), st.just(Fail())
+    choose = st.builds(
+        Choose,
+        st.lists(st.text("ab ", min_size=1, max_size=3), min_size=1, max_size=4, unique=True).map(tuple),
+        st.sampled_from(get_args(ScoreName)),
+        st.sampled_from([0.0, 0.0, 1.0]),
     )
+    held = [value, choose] if values else []
+    leaf = st.one_of(text, gen, text, gen, *held, st.builds(Race, st.integers(1, 3), gen), st.just(Fail()))
     body = st.lists(leaf, max_size=max_ops).map(tuple)
     for _ in range(max_depth):
         inner = body
@@ -152,6 +166,9 @@ def _play(s: State, body: Body) -> list[Any]:
                     values.append((slot.value, slot.text))
                 except GenerationFailed:
                     values.append(("cut", slot.text))
+            case Choose():
+                choice = _choose(s, op)
+                values.append((choice.value, choice.scores[op.score]))
             case Fork():
                 try:
                     with s.fork(op.bodies) as branches:
@@ -193,6 +210,9 @@ async def _play_async(s: State, body: Body) -> list[Any]:
                     values.append((await slot, slot.text))
                 except GenerationFailed:
                     values.append(("cut", slot.text))
+            case Choose():
+                choice = _choose(s, op)
+                values.append((await choice, choice.scores[op.score]))
             case Fork():
                 try:
                     async with s.fork(op.bodies) as branches:
@@ -224,6 +244,10 @@ async def _play_async(s: State, body: Body) -> list[Any]:
 
 def _gen(s: State, op: Gen) -> Any:
     return s.gen(max_tokens=op.max_tokens, temperature=op.temperature, stop=op.stop)
+
+
+def _choose(s: State, op: Choose) -> Choice[str]:
+    return s.choose(op.options, score=op.score, temperature=op.temperature)
 
 
 def _or_failed(play: Callable[[], list[Any]]) -> Any:
@@ -314,6 +338,8 @@ class Oracle:
                     values.append(self._gen(line, op))
                 case Value():
                     values.append(self._value(line, op))
+                case Choose():
+                    values.append(self._choose(line, op))
                 case Fork():
                     values.append(self._fork(line, op))
                 case Race():
@@ -374,7 +400,7 @@ class Oracle:
         self._go_on(line, ids, path, choice)
         return form.read(choice.text), choice.text
 
-    def _ask(self, line: _Line, params: SamplingParams) -> tuple[list[int], tuple[int, ...], Choice]:
+    def _ask(self, line: _Line, params: SamplingParams) -> tuple[list[int], tuple[int, ...], Generated]:
         """What a request from here on is given, the path it draws on, and what it generates."""
         ids = [*line.ids, *self._codec.encode(line.text)]
         path: tuple[int, ...] = (0,)
@@ -384,12 +410,32 @@ class Oracle:
         [choice] = self._draw(ids, path, params).choices
         return ids, path, choice
 
-    def _go_on(self, line: _Line, ids: list[int], path: tuple[int, ...], choice: Choice) -> None:
+    def _go_on(self, line: _Line, ids: list[int], path: tuple[int, ...], choice: Generated) -> None:
         kept, rest = len(choice.token_ids), ""
         if choice.finish_reason == "stop":
             ends = choice.token_ids[-1] in self.engine.model.eos_token_ids
             kept, rest = (kept - 1, "") if ends else self._codec.kept(choice.token_ids, choice.text, before=ids[-3:])
         line.ids, line.text, line.point = [*ids, *choice.token_ids[:kept]], rest, _Point(path)
+
+    def _choose(self, line: _Line, op: Choose) -> tuple[str, tuple[float, ...]]:
+        known = options_of(
+            op.options,
+            context=tuple(line.ids),
+            pending=line.text,
+            encode=self._codec.encode,
+            score=op.score,
+            end=None,
+            start_ids=self._codec.start_ids,
+            ending_ids=self.engine.model.eos_token_ids,
+        )
+        logprobs = []
+        for prompt in known.prompts:
+            [score] = self.engine.score([list(prompt.tokens)], start=prompt.start)
+            logprobs.append(score.logprobs)
+            self.computed += len(prompt.tokens)
+        verdict = known.verdict(logprobs, temperature=op.temperature, seed=line.seed)
+        line.ids, line.text = [*line.ids, *known.ids[verdict.index]], ""
+        return op.options[verdict.index], verdict.scores[op.score]
 
     def _draw(self, ids: list[int], path: tuple[int, ...], params: SamplingParams) -> Output:
         """What a request of these ids generates on this path. Only it computes anything."""

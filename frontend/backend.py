@@ -16,8 +16,11 @@ from radixrt.runtime import (
     InvalidRequest,
     PinnedPrefix,
     SamplingParams,
+    ScoreParams,
     Tokenizer,
 )
+
+Asked = SamplingParams | ScoreParams
 
 
 class Backend(Protocol):
@@ -36,10 +39,9 @@ class Backend(Protocol):
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
 
-    def submit(
-        self, tokens: list[int], params: SamplingParams, namespace: str, *, priority: int, cache: CacheUse
-    ) -> Handle:
-        """Queue a request. InvalidRequest if it can never run."""
+    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int, cache: CacheUse) -> Handle:
+        """Queue a request: to go on, or for log-probabilities, which its output's `score` has. InvalidRequest if it can
+        never run."""
 
     def fork(self, handle: Handle, n: int, params: SamplingParams, *, text: list[int] | None, at: int) -> list[Handle]:
         """n requests that own the first `at` tokens of one that ended, then `text`. InvalidRequest if it is gone."""
@@ -78,9 +80,7 @@ class EngineBackend:
         self.vocab_size = engine.model.vocab_size
         self.eos_token_ids = engine.model.eos_token_ids
 
-    def submit(
-        self, tokens: list[int], params: SamplingParams, namespace: str, *, priority: int, cache: CacheUse
-    ) -> Handle:
+    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int, cache: CacheUse) -> Handle:
         return self._engine.submit(tokens, params, namespace, priority=priority, cache=cache)
 
     def fork(self, handle: Handle, n: int, params: SamplingParams, *, text: list[int] | None, at: int) -> list[Handle]:

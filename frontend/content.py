@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .chat import Item
+from .choice import Choice
 from .codec import Codec
 from .node import Node
 from .slot import Slot
@@ -19,7 +20,7 @@ from .slot import Slot
 class Said:
     """One thing more that was said: a text or a slot, in the message it belongs to. A list from its end."""
 
-    what: str | Slot[Any]
+    what: str | Slot[Any] | Choice[Any]
     message: int | None  # None: outside of messages
     before: Said | None
 
@@ -39,7 +40,7 @@ class Content:
     roles: tuple[str, ...] = ()
     is_open: bool = False  # the last message
     said: Said | None = None
-    slots: Mapping[str, Slot[Any]] = field(default_factory=dict)
+    slots: Mapping[str, Slot[Any] | Choice[Any]] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -75,6 +76,11 @@ class Content:
         is_first = self.node is None and not self.committed
         ids, rest = codec.healed(self.pending, plain=bool(self.roles), is_first=is_first)
         return (*self.committed, *ids), rest
+
+    def certain(self, codec: Codec) -> tuple[int, ...]:
+        """All ids before the pending text. O(tokens)."""
+        sent = self.node.tokens(self.at) if self.node is not None else []
+        return (*sent, *(codec.start_ids if self.is_empty else self.committed))
 
     def settled(self, codec: Codec) -> Content:
         """The same, with as much of the pending text committed as no continuation changes."""

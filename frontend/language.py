@@ -1,6 +1,7 @@
 """The program language, as `import radixrt as rx` offers it: everything named here. Knows nothing beyond the names."""
 
 from . import events
+from .choice import Choice
 from .failures import GenerationFailed, ServerError, StateMisuse
 from .otel import OpenTelemetry
 from .outline import Outline
@@ -18,6 +19,7 @@ __all__ = [
     "Answer",
     "Branches",
     "Call",
+    "Choice",
     "Cost",
     "Failed",
     "GenerationFailed",

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from radixrt.runtime import CacheUse, Handle, InvalidRequest, Output, SamplingParams
+from radixrt.runtime import CacheUse, Handle, InvalidRequest, Output, SamplingParams, ScoreParams
 
 from .driver import Driver, Ticket, always
 
@@ -128,7 +128,7 @@ class Node:
                 backend.release(fork)
 
 
-def root(origin: Origin, tokens: tuple[int, ...], params: SamplingParams) -> Node:
+def root(origin: Origin, tokens: tuple[int, ...], params: SamplingParams | ScoreParams) -> Node:
     """A request from the start."""
     return Node(origin=origin, parent=None, at=0, given=tokens, path=(0,), handle=_submit(origin, list(tokens), params))
 
@@ -145,5 +145,5 @@ def seed_of(seed: int, path: tuple[int, ...]) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8, person=b"radixrt.seed").digest(), "little")
 
 
-def _submit(origin: Origin, tokens: list[int], params: SamplingParams) -> Handle:
+def _submit(origin: Origin, tokens: list[int], params: SamplingParams | ScoreParams) -> Handle:
     return origin.driver.backend.submit(tokens, params, origin.namespace, priority=origin.priority, cache=origin.cache)

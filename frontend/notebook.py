@@ -9,8 +9,8 @@ from html import escape
 from itertools import groupby
 
 from .chat import Template
+from .choice import Choice
 from .content import Content, Said
-from .slot import Slot
 
 _BOX = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:ui-monospace,monospace;line-height:1.5;margin:0"
 _GENERATED = "background:rgba(46,160,67,.25);border-radius:3px"
@@ -40,11 +40,12 @@ def _opening(content: Content, template: Template, message: int) -> str:
 def _piece(said: Said) -> str:
     if isinstance(said.what, str):
         return escape(said.what)
-    slot: Slot[object] = said.what
-    name = slot.name if slot.name is not None else "gen"
+    slot = said.what
+    name = slot.name if slot.name is not None else "choose" if isinstance(slot, Choice) else "gen"
     if not slot.is_done:
         return _span(_RUNNING, f"[{name} runs]")
-    return _span(_GENERATED, slot.text, title=f"{name}: {len(slot.token_ids)} tokens, {slot.finish}")
+    how = f"one of {len(slot.options)}" if isinstance(slot, Choice) else f"{len(slot.token_ids)} tokens, {slot.finish}"
+    return _span(_GENERATED, slot.text, title=f"{name}: {how}")
 
 
 def _span(style: str, text: str, *, title: str = "") -> str:

@@ -70,7 +70,7 @@ class Generation(Sampling, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Tokens of the generations that ended, in a state and its branches. The sums of their `Usage`."""
+    """Tokens of the generations that ended, choices among them, in a state and its branches: sums of their `Usage`."""
 
     generations: int = 0
     prompt_tokens: int = 0

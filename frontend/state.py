@@ -5,18 +5,22 @@ Knows nothing of how programs are run or of who steps the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, get_args, overload
 
 from radixrt.runtime import Grammar, InvalidRequest, Output, PinnedPrefix, RadixrtError, SamplingParams, Usage
 
+from .choice import Choice
 from .content import Content, Said
 from .events import BranchClosed, Rewound, SlotReport, TextGiven, Where
 from .failures import BranchCancelled, StateMisuse, annotate
 from .node import Node, root, seed_of, watch
+from .options import ScoreName, options_of
 from .run import Boundary, Cost, Generation, Run, Sampling
 from .slot import Slot
 from .tools import Answer, AnyTool, Call, form_of_turn
@@ -63,7 +67,7 @@ class State:
         self._begun = self._content
         self._told = self._content.said  # the last that observers know
         self._value: object = None  # what the program returned
-        self._slot: Slot[Any] | None = None  # the last
+        self._slot: Slot[Any] | Choice[Any] | None = None  # the last
         self._num_slots = 0  # ever asked for
         self._scope: Scope | None = None  # while its branches live
         self._num_branches = 0  # ever made
@@ -72,8 +76,8 @@ class State:
 
     # -- writing --------------------------------------------------------------------------------------------------
 
-    def __iadd__(self, text: str | Slot[Any]) -> Self:
-        """Append text, or the value of a slot as text."""
+    def __iadd__(self, text: str | Slot[Any] | Choice[Any]) -> Self:
+        """Append text, or the value of a slot or choice as text."""
         self._take_turn()
         self._check_message()
         self._content = self._content.plus(str(text), start_ids=self._codec.start_ids)
@@ -254,12 +258,75 @@ class State:
         if self._is_pinned:
             self._pin_anew()
 
+    def choose(
+        self,
+        options: Iterable[T],
+        *,
+        score: ScoreName = "sum",
+        temperature: float = 0.0,
+        end: str | None = None,
+        name: str | None = None,
+    ) -> Choice[T]:
+        """Append the option that the model finds best behind what is here; with a temperature, one drawn by the score.
+
+        Options are texts, or anything that `str` makes one of; Enum members count by their value. All are scored in one
+        pass that computes what they share once. `score` names what decides (docs/language.md), and `end` is the text
+        behind an option that "prefix_free" counts, by default the token that ends a sequence. Starts at once, as `gen`.
+        """
+        self._take_turn()
+        self._check_message()
+        if name is not None and name in self._content.slots:
+            raise StateMisuse(f"choose: {name!r} is the name of an earlier slot, in {self._where}; choose another")
+        is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
+        if not (is_number and 0 <= temperature < math.inf):
+            raise InvalidRequest(f"temperature: {temperature!r} given; allowed: a finite number of at least 0")
+        values = list(options)
+        with self._driver.lock:
+            self._check_open()
+            before = self._content
+            try:
+                known = options_of(
+                    values,
+                    context=before.certain(self._codec),
+                    pending=before.pending,
+                    encode=partial(self._codec.encode, plain=bool(before.roles)),
+                    score=score,
+                    end=end,
+                    start_ids=self._codec.start_ids,
+                    ending_ids=self._ending_ids,
+                )
+                choice = Choice(self._driver, self._where, name, values, known, is_async=self._run.is_async)
+                choice.runs(
+                    self._run.origin,
+                    temperature=temperature,
+                    seed=self._seed,
+                    on_end=lambda: self._chosen(choice, before),
+                )
+            except RadixrtError as error:
+                annotate(error, f"in {self._where}, choice {name or 'without a name'}, before it had a request")
+                raise
+            named = {**before.slots, name: choice} if name is not None else before.slots
+            self._content = replace(before, said=Said(choice, before.message, before.said), slots=named)
+            self._slot = choice
+            self._observe(choice, choice.nodes[0], before)
+        return choice
+
+    def _chosen(self, choice: Choice[Any], before: Content) -> None:
+        """Take the option that was chosen; where none was, be as before."""
+        self._charge(choice.cost)
+        ids = choice.committed
+        if ids is None or self._closed_by is not None:
+            self._content = replace(self._content, said=before.said, slots=before.slots)
+        else:
+            given = before.committed if not before.is_empty else self._codec.start_ids
+            self._content = replace(self._content, committed=(*given, *ids), pending="")
+
     @property
     def _ending_ids(self) -> frozenset[int]:
         return self._driver.backend.eos_token_ids
 
-    def _observe(self, slot: Slot[Any], node: Node, before: Content) -> None:
-        """Tell observers that a slot started, and from now on what comes of it."""
+    def _observe(self, slot: Slot[Any] | Choice[Any], node: Node, before: Content) -> None:
+        """Tell observers that a slot started, with its first request, and from now on what comes of it."""
         number, self._num_slots = self._num_slots, self._num_slots + 1
         if self._run.observers:
             self._tell_given(before)
@@ -406,8 +473,8 @@ class State:
         """Which branch this is: the numbers of the branches that lead to it, each among those of its parent."""
         return self._where.path
 
-    def __getitem__(self, name: str) -> Slot[Any]:
-        """The slot of this name, here or before the fork."""
+    def __getitem__(self, name: str) -> Any:
+        """The slot or choice of this name, here or before the fork."""
         if name not in self._content.slots:
             raise StateMisuse(f"slot: none is named {name!r}, in {self._where}; there are {list(self._content.slots)}")
         return self._content.slots[name]

@@ -5,6 +5,7 @@ For a model of random but fixed answers, make an engine on `radixrt.runtime.test
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -20,20 +21,25 @@ from radixrt.runtime import (
     Output,
     PinnedPrefix,
     SamplingParams,
+    Score,
+    ScoreParams,
     Tokenizer,
     Usage,
 )
 
 from ._programs import Body, Oracle, Planned, plain, programs, tasks
-from .backend import Backend
+from .backend import Asked, Backend
 
 __all__ = ["Body", "FaultyBackend", "Oracle", "Planned", "ScriptedBackend", "plain", "programs", "tasks"]
+
+_LIKELY, _UNLIKELY = math.log(0.9), math.log(0.01)
 
 
 class ScriptedBackend:
     """Answers from a table: to a text that ends with a key, its value; the longest key counts. Computes nothing.
 
-    InvalidRequest where no key fits. Stop strings and max_tokens cut answers as an engine does. `asked` has every text.
+    GenerationFailed where no key fits. Stop strings and max_tokens cut answers as an engine does. Of the options of a
+    choice, tokens that go on as the answer does are likely, all others are not. `asked` has every text.
     """
 
     def __init__(self, replies: Mapping[str, str], tokenizer: Tokenizer, *, vocab_size: int = 1 << 20) -> None:
@@ -43,12 +49,10 @@ class ScriptedBackend:
         self.asked: list[str] = []
         self._replies = dict(replies)
         self._tokens: list[list[int]] = []  # of each request, its answer included once it has ended
-        self._live: dict[Handle, tuple[int, SamplingParams]] = {}
+        self._live: dict[Handle, tuple[int, Asked]] = {}
         self._released: set[Handle] = set()
 
-    def submit(
-        self, tokens: list[int], params: SamplingParams, namespace: str, *, priority: int, cache: CacheUse
-    ) -> Handle:
+    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int, cache: CacheUse) -> Handle:
         handle = Handle(len(self._tokens))
         self._tokens.append(list(tokens))
         self._live[handle] = len(tokens), params
@@ -85,25 +89,45 @@ class ScriptedBackend:
     def is_idle(self) -> bool:
         return not self._live
 
-    def _finish(self, handle: Handle, prompt_len: int, params: SamplingParams) -> FinishEvent:
+    def _finish(self, handle: Handle, prompt_len: int, params: Asked) -> FinishEvent:
         prompt = self._tokens[handle.number]
-        said = b"".join(map(self.tokenizer.token_bytes, prompt)).decode(errors="replace") + params.prefix
+        prefix = "" if isinstance(params, ScoreParams) else params.prefix
+        asked_len = params.start if isinstance(params, ScoreParams) else prompt_len
+        said = b"".join(map(self.tokenizer.token_bytes, prompt[:asked_len])).decode(errors="replace") + prefix
         self.asked.append(said)
         keys = [key for key in self._replies if said.endswith(key)]
         error = None if keys else f"no reply is scripted to {said[-80:]!r}"
         reply = self._replies[max(keys, key=len)] if keys else ""
-        ids = self.tokenizer.encode(params.prefix + reply)
+        ids = self.tokenizer.encode(prefix + reply)
         reason: FinishReason = "stop" if keys else "error"
-        most = params.max_tokens + len(self.tokenizer.encode(params.prefix))
+        if isinstance(params, ScoreParams):
+            return FinishEvent(handle=handle, output=self._scored(handle, prompt, asked_len, ids, reason, error))
+        most = params.max_tokens + len(self.tokenizer.encode(prefix))
         if len(ids) > most:
             ids, reason = ids[:most], "length"
-        text = b"".join(map(self.tokenizer.token_bytes, ids)).decode(errors="replace").removeprefix(params.prefix)
+        text = b"".join(map(self.tokenizer.token_bytes, ids)).decode(errors="replace").removeprefix(prefix)
         stops = [text.index(stop) for stop in params.stop if stop in text]
         if stops:
             text, reason = text[: min(stops)], "stop"
         prompt += ids
         output = self._output(handle, prompt[:prompt_len], ids, text, reason, error)
         return FinishEvent(handle=handle, output=output)
+
+    def _scored(
+        self, handle: Handle, prompt: list[int], start: int, ids: list[int], reason: FinishReason, error: str | None
+    ) -> Output:
+        options = prompt[start:]
+        num_likely = next((n for n, pair in enumerate(zip(options, ids, strict=False)) if pair[0] != pair[1]), len(ids))
+        logprobs = [_LIKELY if n < num_likely else _UNLIKELY for n in range(len(options))]
+        output = self._output(handle, prompt, [], "", reason, error)
+        found = Score(
+            token_ids=tuple(prompt),
+            start=start,
+            logprobs=tuple(logprobs) if error is None else (),
+            usage=output.usage,
+            error=error,
+        )
+        return replace(output, score=found)
 
     def _output(
         self, handle: Handle, prompt: list[int], ids: list[int], text: str, reason: FinishReason, error: str | None
@@ -135,9 +159,7 @@ class FaultyBackend:
         self.abort, self.release = backend.abort, backend.release
         self.pin, self.unpin, self.explain = backend.pin, backend.unpin, backend.explain
 
-    def submit(
-        self, tokens: list[int], params: SamplingParams, namespace: str, *, priority: int, cache: CacheUse
-    ) -> Handle:
+    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int, cache: CacheUse) -> Handle:
         self._may_fail("submit")
         return self._backend.submit(tokens, params, namespace, priority=priority, cache=cache)
 

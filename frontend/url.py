@@ -26,11 +26,13 @@ from radixrt.runtime import (
     Output,
     PinnedPrefix,
     SamplingParams,
+    ScoreParams,
     Tokenizer,
     load_tokenizer,
 )
 
 from .answer import Answer, Count, holds
+from .backend import Asked
 from .codec import Codec
 from .dialect import Body, Dialect
 from .failures import ServerError
@@ -102,9 +104,11 @@ class UrlBackend:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def submit(
-        self, tokens: list[int], params: SamplingParams, namespace: str, *, priority: int, cache: CacheUse
-    ) -> Handle:
+    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int, cache: CacheUse) -> Handle:
+        if isinstance(params, ScoreParams):
+            raise InvalidRequest(
+                f"choose: {self._wire.url} tells no log-probabilities of options; use s.gen(Literal[...])"
+            )
         return self._new(tokens, params, namespace, (0,))
 
     def fork(self, handle: Handle, n: int, params: SamplingParams, *, text: list[int] | None, at: int) -> list[Handle]:

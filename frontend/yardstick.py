@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from radixrt.runtime import CacheUse, Engine, Event, FinishEvent, Handle, SamplingParams
 
-from .backend import EngineBackend
+from .backend import Asked, EngineBackend
 
 
 class Yardstick:
@@ -48,9 +48,7 @@ class Yardstick:
         sign = "==" if self.computed == self.ideal else "!="
         return f"computed {self.computed:,} {sign} ideal {self.ideal:,}; {self.shared:,} tokens shared"
 
-    def submit(
-        self, tokens: list[int], params: SamplingParams, namespace: str, *, priority: int, cache: CacheUse
-    ) -> Handle:
+    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int, cache: CacheUse) -> Handle:
         handle = self._backend.submit(tokens, params, namespace, priority=priority, cache=cache)
         self._begin(handle, [], tokens, namespace)
         return handle

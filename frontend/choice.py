@@ -1,0 +1,226 @@
+"""A choice among options, to come: it has its value once the requests that score the options have ended.
+
+Knows nothing of how states use the tokens; what the scores say is in options.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import Generic, TypeVar
+
+from radixrt.runtime import Output, ScoreParams, Usage
+
+from .driver import Driver, Ticket
+from .events import Fate, SlotReport, Where
+from .failures import GenerationFailed, StateMisuse, annotate
+from .node import Node, Origin, root, watch
+from .options import Options, ScoreName, Verdict, number_of
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Choice(Generic[T_co]):
+    """The option chosen, once it is: `await choice` in async programs, `choice.value` or `f"{choice}"` in plain ones.
+
+    Waits, and raises what went wrong, as a slot does.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        where: Where,
+        name: str | None,
+        values: Sequence[T_co],
+        options: Options,
+        *,
+        is_async: bool,
+    ) -> None:
+        self.name = name
+        self.options = tuple(values)
+        self._driver = driver
+        self._where = where
+        self._options = options
+        self._is_async = is_async
+        self.nodes: list[Node] = []  # the requests, by number of the prompt
+        self._report: SlotReport | None = None
+        self._was_cancelled = False
+        self._tickets: list[Ticket] = []
+        self._found: dict[int, Output] = {}
+        self._num_left = len(options.prompts)
+        self._verdict: Verdict | None = None
+        self._error: BaseException | None = None
+        self._note = f"in {where}, choice {name or 'without a name'}"
+        self.was_raised = False
+
+    @property
+    def value(self) -> T_co:
+        """The option, waited for in a plain program. StateMisuse in an async one that has not awaited it yet."""
+        return self.options[self.index]
+
+    @property
+    def index(self) -> int:
+        """Which option it is, from 0."""
+        return self._ended().index
+
+    @property
+    def text(self) -> str:
+        """The option as text."""
+        return self._options.texts[self.index]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The ids of the option, from where the options begin to differ from their context."""
+        options = self._options
+        return options.ids[self.index][options.start - len(options.context) :]
+
+    @property
+    def scores(self) -> dict[ScoreName, tuple[float, ...]]:
+        """Every score by name, one number for each option; "prefix_free" and "pmi" only where they were asked for."""
+        return dict(self._ended().scores)
+
+    @property
+    def probs(self) -> tuple[float, ...]:
+        """The softmax of the score that chose, over its temperature where there is one."""
+        return self._ended().probs
+
+    def expected(self) -> float:
+        """The mean of the options, numbers, by their probabilities. StateMisuse where one is no number."""
+        probs = self.probs
+        try:
+            numbers = [number_of(option) for option in self.options]
+        except (TypeError, ValueError) as error:
+            raise StateMisuse(f"expected: an option is no number, {self._note}: {error}") from error
+        return sum(prob * number for prob, number in zip(probs, numbers, strict=True))
+
+    @property
+    def usage(self) -> Usage:
+        """The sum over the requests of all options."""
+        self._ended()
+        return self.cost
+
+    @property
+    def is_done(self) -> bool:
+        return all(ticket.is_done for ticket in self._tickets)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"<choice of {self._where}: {self.text if self._verdict is not None else 'no value'!r}>"
+
+    def __await__(self) -> Generator[object, None, T_co]:
+        yield from self.settled().__await__()
+        return self.value
+
+    # -- for states -----------------------------------------------------------------------------------------------
+
+    def runs(self, origin: Origin, *, temperature: float, seed: int, on_end: Callable[[], None]) -> None:
+        """Ask for the scores. `on_end` hears of it when all have ended. The caller holds the driver's lock.
+
+        InvalidRequest, with nothing left of it, where one could never run.
+        """
+
+        def told(number: int, outcome: Output | BaseException) -> None:
+            self._take(number, outcome)
+            if not self._num_left:
+                if self._error is None:
+                    found = [self._found[at].score for at in range(len(self.nodes))]
+                    logprobs = [score.logprobs for score in found if score is not None]
+                    self._verdict = self._options.verdict(logprobs, temperature=temperature, seed=seed)
+                self._tell_end()
+                on_end()
+                for node in self.nodes:
+                    node.drop()
+
+        try:
+            for prompt in self._options.prompts:
+                self.nodes.append(root(origin, prompt.tokens, ScoreParams(start=prompt.start)).hold())
+        except BaseException:
+            for node in self.nodes:
+                node.drop()
+            raise
+        for number, node in enumerate(self.nodes):
+            self._tickets.append(watch(node, partial(told, number)))
+
+    def tells(self, report: SlotReport) -> None:
+        """From now on, before anything came of it, tell what does."""
+        self._report = report
+
+    def _tell_end(self) -> None:
+        if self._report is not None:
+            fate: Fate = "stop" if self._verdict is not None else "cancelled" if self._was_cancelled else "error"
+            text = self._options.texts[self._verdict.index] if self._verdict is not None else None
+            self._report.ended(text, fate, self.cost, self._error)
+
+    def settle(self) -> None:
+        """Wait, in a plain program, until all has ended."""
+        if not self.is_done:
+            if self._is_async:
+                raise StateMisuse(
+                    f"choice {self.name or ''}: not awaited yet, in {self._where}; write `await` before it"
+                )
+            for ticket in self._tickets:
+                self._driver.wait(ticket)
+
+    async def settled(self) -> None:
+        """Await the end of all; a cancelled wait cancels it."""
+        try:
+            for ticket in self._tickets:
+                await self._driver.wait_async(ticket)
+        except BaseException:
+            self.cancel(StateMisuse("choice: cancelled, as was the task that awaited it"))
+            self.was_raised = True
+            raise
+
+    def cancel(self, reason: BaseException) -> None:
+        self._was_cancelled = not self.is_done
+        for ticket in self._tickets:
+            self._driver.cancel(ticket, reason)
+
+    @property
+    def has_failed(self) -> bool:
+        """It ended without a value."""
+        return self._error is not None
+
+    @property
+    def unraised(self) -> bool:
+        """It failed, and nobody has been told."""
+        return self._error is not None and not self.was_raised
+
+    @property
+    def committed(self) -> tuple[int, ...] | None:
+        """All ids up to the option's end that a state's own request does not hold; None where nothing was chosen."""
+        return self._options.ids[self._verdict.index] if self._verdict is not None else None
+
+    def _take(self, number: int, outcome: Output | BaseException) -> None:
+        """Keep what one request came to. The first error counts."""
+        self._num_left -= 1
+        if isinstance(outcome, BaseException):
+            self._error = self._error or outcome
+            return
+        self._found[number] = outcome
+        if outcome.score is None or outcome.score.error is not None:
+            said = outcome.score.error if outcome.score is not None else "the backend gave no scores"
+            self._error = self._error or GenerationFailed(f"choice: {said}")
+
+    @property
+    def cost(self) -> Usage:
+        """The usage of the requests that have ended."""
+        usages = [output.usage for output in self._found.values()]
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+            cached_tokens=sum(usage.cached_tokens for usage in usages),
+            computed_tokens=sum(usage.computed_tokens for usage in usages),
+            recomputed_tokens=sum(usage.recomputed_tokens for usage in usages),
+            completion_tokens=0,
+        )
+
+    def _ended(self) -> Verdict:
+        self.settle()
+        if self._error is not None:
+            self.was_raised = True
+            annotate(self._error, self._note)
+            raise self._error
+        assert self._verdict is not None, "all have ended"
+        return self._verdict
