@@ -9,14 +9,15 @@ import radixrt as rx
 TASK = "Plan a small garden for a balcony."
 
 
-async def step(branch: rx.State, number: int) -> int:
-    """One more step; how good the model finds it, from 1 to 5."""
+async def step(branch: rx.State, number: int) -> float:
+    """One more step; how good the model finds it, from 1 to 5 on average."""
     branch += f"Step {number}:"
     await branch.gen(stop="\n", max_tokens=24, temperature=0.8)
     async with branch.scratch() as probe:  # the model reads this, the branch does not keep it
         probe += "\nHow useful is this step, from 1 to 5? "
-        said = await probe.gen(max_tokens=1, temperature=0.0)
-    return int(said) if said in ("1", "2", "3", "4", "5") else 1
+        mark = probe.choose((1, 2, 3, 4, 5))
+        await mark
+    return mark.expected()
 
 
 @rx.program

@@ -77,6 +77,18 @@ def test_a_long_document_is_computed_once(engine: Engine, capsys: pytest.Capture
     assert said == f"{total} prompt tokens, {ideal} computed, {total - ideal} shared"
 
 
+def test_judge_computes_each_node_of_its_trie_once(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("judge")
+    example.main(engine)
+    start = f"Essay: {example.ESSAY}\n\nMarks from 1 (poor) to 5 (excellent).\n"
+    prompts = [f"{start}{dimension}: {mark}" for dimension in example.DIMENSIONS for mark in example.MARKS]
+    ideal = trie_size([list(prompt.encode()) for prompt in prompts])
+    *marks, last = capsys.readouterr().out.splitlines()
+    assert last.startswith(f"{ideal} tokens computed")
+    assert len(marks) == len(example.DIMENSIONS)
+    assert all(1 <= float(line.split()[1]) <= 5 for line in marks)
+
+
 def test_chat(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     load("chat").main(engine)
     said = capsys.readouterr().out
