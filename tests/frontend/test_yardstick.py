@@ -56,7 +56,7 @@ def test_without_a_cache_more_is_computed() -> None:
 @given(programs())
 def test_a_program_computes_no_more(body: Body) -> None:
     """Less, where it was cancelled, or gave what another branch had generated."""
-    engine = Engine(HashModel(vocab=128), tokenizer=ByteTokenizer(), num_pages=512, page_size=4)
+    engine = Engine(HashModel(vocab=128, eos=frozenset({0, 1})), tokenizer=ByteTokenizer(), num_pages=512, page_size=4)
     yardstick = rx.Yardstick(engine)
     plain.run(yardstick, body)
     assert yardstick.computed <= yardstick.ideal
