@@ -25,17 +25,17 @@ def rate(s: rx.State, review: str, aspect: str) -> str:
 
 
 def main(engine: rx.Engine, folder: Path) -> None:
+    watched = rx.Yardstick(engine)
     source = folder / "reviews.csv"
     if not source.exists():
         source.write_text(ROWS)
     with source.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    print(rate.plan(engine, rows))
-    results = rate.batch(engine, rows, concurrency=2, resume=folder / "ratings.jsonl")
+    print(rate.plan(watched, rows))
+    results = rate.batch(watched, rows, concurrency=2, resume=folder / "ratings.jsonl")
     for row, result in zip(rows, results, strict=True):
         print(f"{row['aspect']}: {result.value if result.ok else result.error}")
-    counters = engine.stats().counters
-    print(f"{counters.computed} tokens computed, {counters.cached} shared")
+    print(watched)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ TURNS = ("Name a fruit.", "And a vegetable?")
 
 
 def main(engine: rx.Engine) -> None:
-    with rx.session(engine, system="Be brief.") as chat:
+    watched = rx.Yardstick(engine)
+    with rx.session(watched, system="Be brief.") as chat:
         for turn in TURNS:
             reply = chat.send(turn, max_tokens=16, temperature=0.0)
             print(f"> {turn}\n{reply}")
@@ -17,6 +18,7 @@ def main(engine: rx.Engine) -> None:
         print(f"> Again?\n{chat.send('Again?', max_tokens=8)}")
         chat.rewind(mark)
         print(f"{len(chat.messages)} messages remain")
+    print(watched)
 
 
 if __name__ == "__main__":

@@ -28,11 +28,11 @@ def few_shot(s: rx.State, question: str, shots: Sequence[QA] = SHOTS) -> str:
 
 
 def main(engine: rx.Engine) -> None:
-    results = few_shot.batch(engine, [{"question": question} for question in QUESTIONS])
+    watched = rx.Yardstick(engine)
+    results = few_shot.batch(watched, [{"question": question} for question in QUESTIONS])
     for question, result in zip(QUESTIONS, results, strict=True):
         print(question, result.value if result.ok else result.error)
-    counters = engine.stats().counters
-    print(f"{counters.computed} tokens computed, {counters.cached} shared")
+    print(watched)
 
 
 if __name__ == "__main__":

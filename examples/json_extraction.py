@@ -36,12 +36,12 @@ def extract(s: rx.State, document: str) -> Person:
 
 
 def main(engine: rx.Engine) -> None:
-    results = extract.batch(engine, [{"document": document} for document in DOCUMENTS])
+    watched = rx.Yardstick(engine)
+    results = extract.batch(watched, [{"document": document} for document in DOCUMENTS])
     for document, result in zip(DOCUMENTS, results, strict=True):
         print(document)
         print(f"  {result.value if result.ok else result.error}")
-    counters = engine.stats().counters
-    print(f"{counters.computed} tokens computed, {counters.cached} shared")
+    print(watched)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ def judge(s: rx.State, essay: str) -> dict[str, float]:
 
 
 def main(engine: rx.Engine) -> None:
-    for dimension, mark in judge.run(engine, ESSAY).items():
+    watched = rx.Yardstick(engine)
+    for dimension, mark in judge.run(watched, ESSAY).items():
         print(f"{dimension:<9} {mark:.2f}")
-    counters = engine.stats().counters
-    print(f"{counters.computed} tokens computed, {counters.cached} shared")
+    print(watched)
 
 
 if __name__ == "__main__":

@@ -35,10 +35,12 @@ def long_document_qa(s: rx.State, document: str, questions: tuple[str, ...]) -> 
 
 
 def main(engine: rx.Engine) -> None:
-    answers, cost = long_document_qa.run(engine, DOCUMENT, QUESTIONS)
+    watched = rx.Yardstick(engine)
+    answers, cost = long_document_qa.run(watched, DOCUMENT, QUESTIONS)
     for question, answer in zip(QUESTIONS, answers, strict=True):
         print(f"{question} {answer}")
-    print(f"{cost.prompt_tokens} prompt tokens, {cost.computed_tokens} computed, {cost.cached_tokens} shared")
+    print(f"{cost.prompt_tokens} prompt tokens")
+    print(watched)
 
 
 if __name__ == "__main__":

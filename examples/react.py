@@ -51,15 +51,15 @@ def react(s: rx.State, question: str) -> tuple[str, rx.Cost]:
 
 
 def main(engine: rx.Engine) -> None:
+    watched = rx.Yardstick(engine)
     for question in QUESTIONS:
         print(question)
         try:
-            answer, cost = react.run(engine, question)
+            answer, cost = react.run(watched, question)
             print(f"  {answer!r}: {cost.generations} turns, {cost.computed_tokens} tokens computed")
         except (TooManyTurns, rx.GenerationFailed) as error:
             print(f"  {error}")
-    counters = engine.stats().counters
-    print(f"{counters.computed} tokens computed, {counters.cached} shared")
+    print(watched)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,11 @@ async def self_consistency(s: rx.State, question: str, n: int = 5) -> tuple[str 
 
 
 def main(engine: rx.Engine) -> None:
-    answer, votes, cost = self_consistency.run(engine, QUESTION)
+    watched = rx.Yardstick(engine)
+    answer, votes, cost = self_consistency.run(watched, QUESTION)
     print(f"{answer}, of the votes {dict(votes)}")
-    print(f"{cost.generations} generations, {cost.computed_tokens} tokens computed, {cost.cached_tokens} shared")
+    print(f"{cost.generations} generations")
+    print(watched)
 
 
 if __name__ == "__main__":

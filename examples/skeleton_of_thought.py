@@ -33,10 +33,12 @@ async def skeleton_of_thought(s: rx.State, topic: str) -> tuple[list[str], list[
 
 
 def main(engine: rx.Engine) -> None:
-    points, texts, cost = skeleton_of_thought.run(engine, TOPIC)
+    watched = rx.Yardstick(engine)
+    points, texts, cost = skeleton_of_thought.run(watched, TOPIC)
     for number, (point, text) in enumerate(zip(points, texts, strict=True), 1):
         print(f"{number}. {point}\n   {text}")
-    print(f"{cost.generations} generations, {cost.computed_tokens} tokens computed, {cost.cached_tokens} shared")
+    print(f"{cost.generations} generations")
+    print(watched)
 
 
 if __name__ == "__main__":

@@ -34,9 +34,11 @@ async def tree_of_thought(s: rx.State, task: str, width: int = 3, depth: int = 2
 
 
 def main(engine: rx.Engine) -> None:
-    text, cost = tree_of_thought.run(engine, TASK)
+    watched = rx.Yardstick(engine)
+    text, cost = tree_of_thought.run(watched, TASK)
     print(text)
-    print(f"{cost.generations} generations, {cost.computed_tokens} tokens computed, {cost.cached_tokens} shared")
+    print(f"{cost.generations} generations")
+    print(watched)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from .backend import Asked, EngineBackend
 class Yardstick:
     """Takes the place of an engine in `run`, `batch` or `session`, and counts; as text, one line to print.
 
-    `ideal` is the number of nodes in the token trie of all that was given: prompts, appended text, templates. What was
-    generated does not count. It takes memory in the tokens of all requests: for looking, not for serving.
+    `ideal` is the number of nodes in the token trie of all that was given: prompts, appended text, templates, options.
+    What was generated does not count, unless somebody else gives the last token of a generation, which was not fed. It
+    takes memory in the tokens of all requests: for looking, not for serving.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -23,6 +24,7 @@ class Yardstick:
         self._before = engine.stats().counters
         self._nodes: dict[tuple[int | str, int], int] = {}  # by parent, or namespace at a root, and token
         self._given: set[int] = set()
+        self._fed: set[int] = set()  # of those that were generated too
         self._paths: dict[Handle, list[int]] = {}  # the nodes of each request's tokens
         self._roots: dict[Handle, str] = {}
         self.tokenizer, self.vocab_size = backend.tokenizer, backend.vocab_size
@@ -68,7 +70,10 @@ class Yardstick:
         events = self._backend.step()
         for event in events:
             if isinstance(event, FinishEvent) and event.handle in self._paths:
-                self._extend(event.handle, event.output.choices[0].token_ids)
+                [choice] = event.output.choices
+                self._extend(event.handle, choice.token_ids)
+                if choice.finish_reason != "abort":
+                    self._fed.update(self._paths[event.handle][:-1])
         return events
 
     @property
@@ -77,7 +82,7 @@ class Yardstick:
 
     def _begin(self, handle: Handle, path: list[int], tokens: list[int], root: str) -> None:
         self._paths[handle], self._roots[handle] = path, root
-        self._given.update(self._extend(handle, tokens))
+        self._given.update(node for node in self._extend(handle, tokens) if node not in self._fed)
 
     def _extend(self, handle: Handle, tokens: list[int] | tuple[int, ...]) -> list[int]:
         """Walk on from the end of a request's path; the nodes come to."""

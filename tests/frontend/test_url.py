@@ -96,7 +96,12 @@ def test_random_programs_come_to_what_an_engine_says(server: Server, speaks: str
 
 def test_whatever_fails_on_a_server_nothing_is_left(server: Server, profile: str) -> None:
     @settings(max_examples=500 if profile == "deep" else 25, suppress_health_check=list(HealthCheck))
-    @given(programs(values=False), st.integers(0, 8), st.sampled_from([500, "cut", "error"]), st.sampled_from([plain, tasks]))
+    @given(
+        programs(values=False),
+        st.integers(0, 8),
+        st.sampled_from([500, "cut", "error"]),
+        st.sampled_from([plain, tasks]),
+    )
     def check(body: Body, number: int, fault: Any, run: Any) -> None:
         numbers = count()
         server.habits.fault = lambda body: fault if next(numbers) == number else None
