@@ -66,7 +66,9 @@ async def judge(s: rx.State, *, essay: str) -> list[float]:
         branch += f"A word on its {aspect}:"
         await branch.gen(max_tokens=12, temperature=0.0, ignore_eos=True)
         branch += f"\nIts {aspect} deserves "
-        return (await branch.choose(MARKS)).expected()
+        choice = branch.choose(MARKS)
+        await choice
+        return choice.expected()
 
     async with s.fork(ASPECTS) as branches:
         return await branches.map(mark)
@@ -117,7 +119,7 @@ class AsPrompts:
             backend.vocab_size,
             backend.eos_token_ids,
         )
-        self.abort, self.pin, self.unpin = backend.abort, backend.pin, backend.unpin
+        self.abort, self.pin, self.unpin, self.explain = backend.abort, backend.pin, backend.unpin, backend.explain
 
     def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int, cache: CacheUse) -> Handle:
         handle = self._backend.submit(self._anew(tokens), params, namespace, priority=priority, cache=cache)
@@ -210,12 +212,14 @@ def measure(report: Report, workload: Workload, engines: dict[str, rx.Engine]) -
     for name, timing in times.items():
         shown = f"{timing.ratio(times[FORKS]):.2f} x" if name != FORKS else ""
         report.add(f"{name}, seconds", timing.median, "s", baseline=shown, timing=timing, against=times[FORKS])
-    for name, engine in engines.items():
-        after = engine.stats().counters
-        computed = (after.computed - before[name].computed) // (rounds + 1)
+    computed = {
+        name: (engine.stats().counters.computed - before[name].computed) // (rounds + 1)
+        for name, engine in engines.items()
+    }
+    for name, count in computed.items():
         goal = Goal.at_most(yardstick.ideal) if name == FORKS else None
-        shown = f"ideal {yardstick.ideal:,}" if name == FORKS else f"{computed / max(1, yardstick.computed):.2f} x"
-        report.add(f"{name}, computed", computed, "tokens", goal=goal, baseline=shown)
+        shown = f"ideal {yardstick.ideal:,}" if name == FORKS else f"{count / computed[FORKS]:.2f} x"
+        report.add(f"{name}, computed", count, "tokens", goal=goal, baseline=shown)
 
 
 @rx.program
