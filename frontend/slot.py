@@ -71,6 +71,12 @@ class Slot(Generic[T_co]):
         return self._ended().token_ids
 
     @property
+    def forced(self) -> tuple[int, ...]:
+        """Indices of the `token_ids` that the type, or the grammar, left no choice of."""
+        self.settle()
+        return self._ended().forced
+
+    @property
     def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
         self.settle()
         return self._ended().logprobs

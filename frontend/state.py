@@ -483,12 +483,12 @@ class State:
         return f"<state of {self._where}>"
 
     def _repr_html_(self) -> str:
-        """For notebooks: given and generated text and the chat template's, told apart. Waits for nothing."""
+        """For notebooks: given, generated and forced text and the chat template's, told apart. Waits for nothing."""
         from .notebook import html_of
 
         cost = self._cost
         title = f"{self._where}, {cost.cached_tokens} of {cost.prompt_tokens} prompt tokens cached"
-        return html_of(self._content, self._driver.template, title)
+        return html_of(self._content, self._driver.template, self._codec, title)
 
     def pin(self, ttl: int | None = None) -> None:
         """From now on keep what the cache has of this state, anew behind each generation: until it closes or for `ttl`

@@ -244,6 +244,8 @@ class Loop:
         token_id = sampled.token_id
         ends = sequence.is_ended_by(token_id, self._model.eos_token_ids)
         text = sequence.detokenizer.add(token_id) if sequence.detokenizer is not None and not ends else ""
+        if sequence.constraint is not None and sequence.constraint.forced is not None:
+            sequence.forced.append(sequence.num_tokens)
         sequence.append(token_id)
         sequence.note(text, sampled.logprobs)
         self.meter.sampled(sequence)

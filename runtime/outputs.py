@@ -57,6 +57,7 @@ class Choice:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
+    forced: tuple[int, ...] = ()  # indices of the `token_ids` that a grammar left no choice of
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
     score: float | None = None

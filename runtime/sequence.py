@@ -72,6 +72,7 @@ class Sequence:
     recomputed_tokens: int = 0
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    forced: list[int] = field(default_factory=list)  # positions of tokens that a grammar left no choice of
 
     @property
     def number(self) -> int:
@@ -211,6 +212,7 @@ class Sequence:
             self.detokenizer = self.first_detokenizer.copy()
             self.text = [self.detokenizer.add(token_id) for token_id in self.tokens[self.output_start :].tolist()]
         self.logprobs = self.logprobs[: self.num_output_tokens]
+        self.forced = [at for at in self.forced if at < num_tokens]
 
     def take_over(self, other: Sequence) -> None:
         """Own the tokens of a branch of this one that has ended, as if they were its output."""
@@ -219,7 +221,7 @@ class Sequence:
         self.history = History(self.tokens[: self.output_start].copy())
         for token_id in self.tokens[self.output_start :].tolist():
             self.history.add(token_id)
-        self.texts, self.high_water = other.texts, other.high_water
+        self.texts, self.high_water, self.forced = other.texts, other.high_water, other.forced.copy()
 
     def twin(self, choice: int, path: tuple[int, ...]) -> Sequence:
         """Another choice of the same request, from the end of what they have in common. No pages, and no cost yet."""
@@ -259,6 +261,7 @@ class Sequence:
             recomputed_tokens=0,
             text=[],
             logprobs=[],
+            forced=self.forced.copy(),
         )
 
     def sampler_row(self, path: tuple[int, ...], eos_token_ids: frozenset[int]) -> SamplerRow:
@@ -285,6 +288,7 @@ class Sequence:
             text="".join(self.text),
             token_ids=tuple(self.tokens[self.output_start :].tolist()),
             finish_reason=reason,
+            forced=tuple(at - self.output_start for at in self.forced if at >= self.output_start),
             logprobs=tuple(self.logprobs) if with_logprobs else None,
             error=error,
         )

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from html.parser import HTMLParser
+from typing import Annotated
+
+from pydantic import Field
 
 import radixrt as rx
 from radixrt.frontend.testing import ScriptedBackend
 from radixrt.runtime import Engine
-from radixrt.runtime.testing import ByteTokenizer
+from radixrt.runtime.testing import ByteTokenizer, HashModel
+
+from .conftest import MakeEngine
+
+
+@dataclass
+class Person:
+    age: Annotated[int, Field(ge=10, le=99)]
 
 
 class Spans(HTMLParser):
@@ -30,10 +41,9 @@ class Spans(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if self.open and self.open[0][0] == "pre":
-            kind = (
-                "generated" if "background" in self.open[-1][1] else "template" if "opacity" in self.open[-1][1] else ""
-            )
-            self.found.append((kind, data))
+            style = self.open[-1][1]
+            marks = {"46,160,67": "generated", "56,139,253": "forced", "opacity": "template", "": ""}
+            self.found.append((next(kind for mark, kind in marks.items() if mark in style), data))
 
 
 def test_given_and_generated_text_are_told_apart() -> None:
@@ -77,3 +87,21 @@ def test_a_generation_that_runs_is_not_waited_for(engine: Engine) -> None:
     before, after = shows.run(engine)
     assert "[answer runs]" in before
     assert "answer: 3 tokens, length" in after
+
+
+def test_what_a_type_left_no_choice_of_is_told_apart(make_engine: MakeEngine) -> None:
+    engine = make_engine(HashModel(vocab=256))
+
+    @rx.program
+    def finds(s: rx.State) -> tuple[str, str, str]:
+        s += "Who? "
+        slot = s.gen(Person, max_tokens=60)
+        forced = bytes(slot.token_ids[at] for at in slot.forced).decode()
+        return s.text, s._repr_html_(), forced
+
+    text, html, forced = finds.run(engine)
+    spans = Spans(html).found
+    assert "".join(piece for _, piece in spans) == text
+    assert spans[:2] == [("", "Who? "), ("forced", '{"age": ')]
+    assert "".join(piece for kind, piece in spans if kind == "forced") == forced
+    assert any(kind == "generated" for kind, _ in spans)
