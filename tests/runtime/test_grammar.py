@@ -191,11 +191,13 @@ def test_forced_tokens_are_fed_together(make_engine: MakeEngine) -> None:
     (output,) = engine.generate("text", SamplingParams(grammar=Grammar.choice(["a" + "x" * 30 + "yz", "b" * 33])))
     assert output.text[0] in "ab"
     assert len(output.text) == 33
+    assert output.choices[0].forced == tuple(range(1, 33))
     counters = engine.stats().counters
     assert (counters.steps, counters.computed, counters.decoded) == (1, 4, 0)  # all but the first follow from it
     (output,) = engine.generate("text", SamplingParams(grammar=Grammar.regex("a{9}[bc]d{9}")))
     assert engine.stats().counters.steps == 3
     assert engine.stats().counters.decoded == 9
+    assert output.choices[0].forced == (*range(9), *range(10, 19))
 
 
 @given(st.sampled_from(GRAMMARS), st.integers(0, 40), st.integers(0, 2**32))
