@@ -354,7 +354,7 @@ class Oracle:
                     ids, text, point = [*line.ids], line.text, line.point
                     values.append(_or_failed(lambda: self._play(line, inner)))
                     line.ids, line.text, line.point = ids, text, point
-                    line.seed = seed_of(line.seed, (0,))
+                    line.seed = seed_of(line.seed, (-1,))
                 case Fail():
                     raise Planned
         return values

@@ -103,6 +103,10 @@ class Choice(Generic[T_co]):
     def is_done(self) -> bool:
         return all(ticket.is_done for ticket in self._tickets)
 
+    def __bool__(self) -> bool:
+        """Of the value, so that `if` waits for it."""
+        return bool(self.value)
+
     def __str__(self) -> str:
         return self.text
 

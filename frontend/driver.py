@@ -265,7 +265,10 @@ class Driver:
 
     def _end(self, ticket: Ticket, outcome: Output | BaseException) -> None:
         del self._tickets[ticket.handle]
-        ticket.on_end(outcome)
+        try:
+            ticket.on_end(outcome)
+        except Exception as error:  # who is told must hear of it: nobody else would
+            ticket.on_end(error)
         ticket.is_done = True
         self._count(ticket.num_threads)
         ticket.num_threads = 0

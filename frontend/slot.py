@@ -88,6 +88,10 @@ class Slot(Generic[T_co]):
         assert self._usage is not None, "a request that ended was counted"
         return self._usage
 
+    def __bool__(self) -> bool:
+        """Of the value, so that `if` waits for it."""
+        return bool(self.value)
+
     def __str__(self) -> str:
         """The value as it was written."""
         self.value  # noqa: B018  # raises

@@ -80,6 +80,9 @@ class State:
         """Append text, or the value of a slot or choice as text."""
         self._take_turn()
         self._check_message()
+        if not isinstance(text, (str, Slot, Choice)):
+            said = f"{text!r:.80} appended; allowed: a text, a slot or a choice"
+            raise InvalidRequest(f"state: {said}, in {self._where}; write str(...) if that is meant")
         self._content = self._content.plus(str(text), start_ids=self._codec.start_ids)
         return self
 
@@ -172,6 +175,9 @@ class State:
         if name is not None and name in self._content.slots:
             raise StateMisuse(f"gen: {name!r} is the name of an earlier slot, in {self._where}; choose another")
         with self._noting_slot(name):
+            if unknown := set(sampling) - set(Sampling.__annotations__):
+                allowed = ", ".join(sorted(Generation.__annotations__))
+                raise InvalidRequest(f"gen: {', '.join(sorted(unknown))} given; allowed: {allowed}")
             form = find_form()
             if stop and not form.is_text:
                 raise InvalidRequest(f"stop: {stop!r} given with {form.name}, which ends by itself; allowed: with str")
@@ -423,7 +429,7 @@ class State:
         if mark._state is not self:
             raise StateMisuse(f"rewind: to the mark of another state, in {self._where}")
         self._go_on_as(mark._content, told=mark._content.said)
-        self._seed = seed_of(self._seed, (0,))
+        self._seed = seed_of(self._seed, (-1,))  # no branch has that number
         self._run.tell(Rewound(where=self._where))
 
     def _go_on_as(self, content: Content, *, told: Said | None) -> None:

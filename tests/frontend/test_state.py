@@ -365,3 +365,80 @@ def test_generating_beside_the_engine_s_own_callers(engine: Engine) -> None:
     assert len(list(stream)) == 6
     assert simple.run(engine) == value
     audit(engine)
+
+
+@pytest.mark.parametrize("asked", ["n", "seed", "grammar", "grammar_end", "prefix", "nonsense"])
+def test_a_generation_is_asked_nothing_that_it_cannot_be(engine: Engine, asked: str) -> None:
+    @rx.program
+    def wrong(s: rx.State) -> None:
+        s += "x"
+        with pytest.raises(rx.InvalidRequest, match=f"gen: {asked} given; allowed: boundary, "):
+            s.gen(**{asked: 2})  # type: ignore[call-overload]
+        s.gen(max_tokens=1)
+
+    wrong.run(engine)
+
+
+@pytest.mark.parametrize("thing", [None, b"x", 3, ["a"]])
+def test_only_text_is_appended(engine: Engine, thing: Any) -> None:
+    @rx.program
+    def wrong(s: rx.State) -> str:
+        s += "x"
+        with pytest.raises(rx.InvalidRequest, match="appended; allowed: a text, a slot or a choice"):
+            s += thing
+        with pytest.raises(rx.InvalidRequest, match="<state of program wrong>"):
+            s += s  # type: ignore[arg-type]
+        return s.text
+
+    assert wrong.run(engine) == "x"
+
+
+def test_a_slot_as_a_condition_is_its_value(make_engine: MakeEngine) -> None:
+    @rx.program
+    def asks(s: rx.State, number: int) -> tuple[bool, bool]:
+        s += f"{number}: "
+        slot = s.gen(bool)
+        choice = s.choose([0, 1], temperature=1.0)
+        assert bool(choice) == bool(choice.value)
+        return (True if slot else False), slot.value  # noqa: SIM210
+
+    found = {asks.run(make_engine(), number) for number in range(20)}
+    assert found == {(True, True), (False, False)}
+
+
+def test_what_is_drawn_after_a_rewind_is_drawn_by_no_branch(engine: Engine) -> None:
+    @rx.program
+    def draws(s: rx.State) -> set[str]:
+        s += "abc "
+        mark, drawn = s.mark(), set()
+        for _ in range(3):
+            with s.scratch() as probe:
+                drawn.add(probe.gen(max_tokens=8).value)
+            drawn.add(s.gen(max_tokens=8).value)
+            s.rewind(mark)
+        return drawn
+
+    assert len(draws.run(engine)) == 6
+
+
+def test_an_output_that_a_slot_cannot_take_is_its_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits hears of it, and the others go on."""
+
+    def fails(slot: Any, outcome: Any) -> Any:
+        if slot.name == "bad" and not isinstance(outcome, BaseException):
+            raise ValueError("cannot be taken")
+        return take(slot, outcome)
+
+    take = rx.Slot.take
+    monkeypatch.setattr(rx.Slot, "take", fails)
+
+    @rx.program
+    def both(s: rx.State) -> str:
+        s += "x"
+        with s.fork(2) as branches:
+            good, bad = branches[0].gen(max_tokens=3), branches[1].gen(name="bad", max_tokens=3)
+            with pytest.raises(ValueError, match="cannot be taken"):
+                bad.value  # noqa: B018
+            return good.value
+
+    assert len(both.run(engine)) == 3

@@ -261,7 +261,9 @@ def test_so_does_one_with_generations_of_the_same_prompts(
             engine.step()
             engine.check()
         counters = engine.stats().counters
-        assert counters.computed == trie_size(prompts)
+        trie = trie_size(prompts)
+        assert trie - counters.decoded <= counters.computed
+        assert counters.computed <= trie, "what was generated may be what another prompt says"
         assert counters.recomputed_for_scores == counters.recomputed_after_preemption == 0
         assert counters.recomputed_for_logits <= len(prompts)
 
