@@ -47,7 +47,7 @@ class Choice(Generic[T_co]):
         self._was_cancelled = False
         self._tickets: list[Ticket] = []
         self._found: dict[int, Output] = {}
-        self._num_left = len(options.prompts)
+        self._heard: set[int] = set()  # prompts whose request has ended
         self._verdict: Verdict | None = None
         self._error: BaseException | None = None
         self._note = f"in {where}, choice {name or 'without a name'}"
@@ -127,7 +127,7 @@ class Choice(Generic[T_co]):
 
         def told(number: int, outcome: Output | BaseException) -> None:
             self._take(number, outcome)
-            if not self._num_left:
+            if len(self._heard) == len(self.nodes):
                 if self._error is None:
                     found = [self._found[at].score for at in range(len(self.nodes))]
                     logprobs = [score.logprobs for score in found if score is not None]
@@ -199,7 +199,7 @@ class Choice(Generic[T_co]):
 
     def _take(self, number: int, outcome: Output | BaseException) -> None:
         """Keep what one request came to. The first error counts."""
-        self._num_left -= 1
+        self._heard.add(number)
         if isinstance(outcome, BaseException):
             self._error = self._error or outcome
             return

@@ -24,6 +24,11 @@ class Said:
     message: int | None  # None: outside of messages
     before: Said | None
 
+    @property
+    def text(self) -> str:
+        """Waits for a slot, as that does."""
+        return self.what if isinstance(self.what, str) else self.what.text
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
@@ -91,12 +96,12 @@ class Content:
         """All ids, as a generation would send them now. O(tokens)."""
         return [*(self.node.tokens(self.at) if self.node is not None else ()), *self.flushed(codec)]
 
-    def things(self) -> list[Said]:
-        """What was said, in order."""
-        return list(reversed(list(self._backwards())))
+    def things(self, *, since: Said | None = None) -> list[Said]:
+        """What was said, in order; all of it, or what came `since`."""
+        return list(reversed(list(self._backwards(since))))
 
-    def _backwards(self) -> Iterator[Said]:
+    def _backwards(self, stop: Said | None) -> Iterator[Said]:
         said = self.said
-        while said is not None:
+        while said is not None and said is not stop:
             yield said
             said = said.before

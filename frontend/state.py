@@ -170,11 +170,8 @@ class State:
         boundary: Boundary = "raw",
         **sampling: Unpack[Sampling],
     ) -> Slot[T]:
-        self._take_turn()
-        self._check_message()
-        if name is not None and name in self._content.slots:
-            raise StateMisuse(f"gen: {name!r} is the name of an earlier slot, in {self._where}; choose another")
-        with self._noting_slot(name):
+        self._check_slot("gen", name)
+        with self._noting(f"slot {name or 'without a name'}"):
             if unknown := set(sampling) - set(Sampling.__annotations__):
                 allowed = ", ".join(sorted(Generation.__annotations__))
                 raise InvalidRequest(f"gen: {', '.join(sorted(unknown))} given; allowed: {allowed}")
@@ -198,12 +195,23 @@ class State:
             self._check_open()  # again: whoever closes it has the lock
             node = self._request(params).hold()
             before = self._content
-            named = {**before.slots, slot.name: slot} if slot.name is not None else before.slots
-            self._content = replace(before, said=Said(slot, before.message, before.said), slots=named)
-            self._slot = slot
             slot.runs(watch(node, lambda outcome: self._ended(slot, node, params, before, outcome)))
-            self._observe(slot, node, before)
+            self._says(slot, node, before)
         return slot
+
+    def _check_slot(self, verb: str, name: str | None) -> None:
+        """Something may be asked for now, and have this name."""
+        self._take_turn()
+        self._check_message()
+        if name is not None and name in self._content.slots:
+            raise StateMisuse(f"{verb}: {name!r} is the name of an earlier slot, in {self._where}; choose another")
+
+    def _says(self, slot: Slot[Any] | Choice[Any], node: Node, before: Content) -> None:
+        """What was asked for, with its first request, comes next."""
+        named = {**before.slots, slot.name: slot} if slot.name is not None else before.slots
+        self._content = replace(before, said=Said(slot, before.message, before.said), slots=named)
+        self._slot = slot
+        self._observe(slot, node, before)
 
     def _healed(self, boundary: Boundary) -> str:
         """The end of the text before a generation that it begins with anew."""
@@ -218,11 +226,11 @@ class State:
         return rest
 
     @contextmanager
-    def _noting_slot(self, name: str | None) -> Iterator[None]:
+    def _noting(self, what: str) -> Iterator[None]:
         try:
             yield
         except RadixrtError as error:
-            annotate(error, f"in {self._where}, slot {name or 'without a name'}, before it had a request")
+            annotate(error, f"in {self._where}, {what}, before it had a request")
             raise
 
     def _request(self, params: SamplingParams) -> Node:
@@ -279,10 +287,7 @@ class State:
         pass that computes what they share once. `score` names what decides (docs/language.md), and `end` is the text
         behind an option that "prefix_free" counts, by default the token that ends a sequence. Starts at once, as `gen`.
         """
-        self._take_turn()
-        self._check_message()
-        if name is not None and name in self._content.slots:
-            raise StateMisuse(f"choose: {name!r} is the name of an earlier slot, in {self._where}; choose another")
+        self._check_slot("choose", name)
         is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
         if not (is_number and 0 <= temperature < math.inf):
             raise InvalidRequest(f"temperature: {temperature!r} given; allowed: a finite number of at least 0")
@@ -290,7 +295,7 @@ class State:
         with self._driver.lock:
             self._check_open()
             before = self._content
-            try:
+            with self._noting(f"choice {name or 'without a name'}"):
                 known = options_of(
                     values,
                     context=before.certain(self._codec),
@@ -308,13 +313,7 @@ class State:
                     seed=self._seed,
                     on_end=lambda: self._chosen(choice, before),
                 )
-            except RadixrtError as error:
-                annotate(error, f"in {self._where}, choice {name or 'without a name'}, before it had a request")
-                raise
-            named = {**before.slots, name: choice} if name is not None else before.slots
-            self._content = replace(before, said=Said(choice, before.message, before.said), slots=named)
-            self._slot = choice
-            self._observe(choice, choice.nodes[0], before)
+                self._says(choice, choice.nodes[0], before)
         return choice
 
     def _chosen(self, choice: Choice[Any], before: Content) -> None:
@@ -407,11 +406,7 @@ class State:
 
     def _since_fork(self) -> str:
         self._settle()
-        pieces, said = [], self._content.said
-        while said is not None and said is not self._begun.said:
-            pieces.append(said.what if isinstance(said.what, str) else said.what.text)
-            said = said.before
-        return "".join(reversed(pieces))
+        return "".join(said.text for said in self._content.things(since=self._begun.said))
 
     def mark(self) -> Mark:
         """This moment, to `rewind` to."""
@@ -464,7 +459,7 @@ class State:
         parts: list[list[str]] = [[] for _ in self._content.roles]
         for said in self._content.things():
             if said.message is not None:
-                parts[said.message].append(said.what if isinstance(said.what, str) else said.what.text)
+                parts[said.message].append(said.text)
         roles = self._content.roles
         return [{"role": role, "content": "".join(part)} for role, part in zip(roles, parts, strict=True)]
 

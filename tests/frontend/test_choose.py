@@ -565,3 +565,21 @@ def test_a_state_shows_what_was_chosen(make_engine: MakeEngine) -> None:
     value, html = picks.run(make_engine())
     assert "pick: one of 2" in html
     assert f">{value}</span>" in html
+
+
+def test_scores_that_choose_nothing_are_its_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was appended then, and nothing is held."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ArithmeticError("no verdict")
+
+    @rx.program
+    def picks(s: rx.State) -> str:
+        s += "a or b: "
+        with pytest.raises(ArithmeticError, match="no verdict"):
+            s.choose(["a", "b"]).value  # noqa: B018
+        return s.text
+
+    monkeypatch.setattr(Options, "verdict", fails)
+    assert picks.run(engine) == "a or b: "
+    assert not engine._loop.requests._ended, "every request was released"
