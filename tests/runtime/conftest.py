@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from radixrt.runtime import Engine
+from radixrt.runtime import Engine, FinishEvent, Handle, Output
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
 MakeEngine = Callable[..., Engine]
@@ -37,3 +37,14 @@ def audit(engine: Engine) -> None:
     assert stats.num_running == stats.num_waiting == 0
     assert stats.cache.num_tables == stats.cache.num_pins == stats.cache.num_copies == stats.cache.num_held == 0
     assert stats.cache.num_free + stats.cache.num_cached == stats.cache.num_pages
+
+
+def finish(engine: Engine, *, num_steps: int = 10_000) -> dict[Handle, Output]:
+    """Step, audited, until nothing lives."""
+    outputs: dict[Handle, Output] = {}
+    for _ in range(num_steps):
+        outputs |= {event.handle: event.output for event in engine.step() if isinstance(event, FinishEvent)}
+        engine.check()
+        if not engine.stats().num_running and not engine.stats().num_waiting:
+            return outputs
+    raise AssertionError("the engine stalls")

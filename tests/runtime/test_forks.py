@@ -9,20 +9,9 @@ import pytest
 from radixrt.runtime import BeamParams, Engine, FinishEvent, Handle, InvalidRequest, Output, SamplingParams
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
-from .conftest import MakeEngine
+from .conftest import MakeEngine, finish
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
-
-
-def finish(engine: Engine) -> dict[Handle, Output]:
-    """Step, audited, until nothing lives."""
-    outputs: dict[Handle, Output] = {}
-    for _ in range(10_000):
-        outputs |= {event.handle: event.output for event in engine.step() if isinstance(event, FinishEvent)}
-        engine.check()
-        if not engine.stats().num_running and not engine.stats().num_waiting:
-            return outputs
-    raise AssertionError("the engine stalls")
 
 
 def answer(prompt: list[int], max_tokens: int = 8) -> tuple[int, ...]:

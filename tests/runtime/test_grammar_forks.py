@@ -13,6 +13,8 @@ from radixrt.runtime.constraint import Grammars
 from radixrt.runtime.intake import branch_pages
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
+from .conftest import finish
+
 VOCAB = 128
 GRAMMARS = [Grammar.regex("[a-f]{3}(x[0-9]){2,9}"), Grammar.regex("(ab|[c-k]{2})*z"), None]
 
@@ -136,16 +138,6 @@ def test_the_place_is_that_of_the_tokens(data: st.DataObject) -> None:
             engine.check()
 
 
-def finish(engine: Engine) -> dict[Handle, Output]:
-    outputs: dict[Handle, Output] = {}
-    for _ in range(2_000):
-        outputs |= {event.handle: event.output for event in engine.step() if isinstance(event, FinishEvent)}
-        engine.check()
-        if not engine.stats().num_running and not engine.stats().num_waiting:
-            return outputs
-    raise AssertionError("the engine stalls")
-
-
 def texts_of(outputs: dict[Handle, Output]) -> list[list[tuple[Any, ...]]]:
     return [
         [(choice.token_ids, choice.text, choice.finish_reason) for choice in outputs[handle].choices]
@@ -187,7 +179,7 @@ def test_choices_with_a_grammar_under_preemption() -> None:
         def choices(engine: Engine) -> Any:
             for i in range(num_requests):
                 engine.submit([1, 2, i], params)
-            return texts_of(finish(engine))
+            return texts_of(finish(engine, num_steps=2_000))
 
         Pool.both(branch_pages(3, 22, n, page_size) + slack, page_size, choices)
 
@@ -220,7 +212,7 @@ def test_forks_with_a_grammar_under_preemption() -> None:
                         outputs |= {e.handle: e.output for e in engine.step() if isinstance(e, FinishEvent)}
                         engine.check()
                     engine.fork(parent, at=3 + cut)
-            return texts_of(outputs | finish(engine))
+            return texts_of(outputs | finish(engine, num_steps=2_000))
 
         Pool.both(branch_pages(3, 29, 1, page_size) + slack, page_size, forks)
 

@@ -12,21 +12,10 @@ from radixrt.runtime import BeamParams, Engine, FinishEvent, Handle, InvalidRequ
 from radixrt.runtime.owners import Owners
 from radixrt.runtime.testing import HashModel
 
-from .conftest import MakeEngine
+from .conftest import MakeEngine, finish
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 VOCAB = 50
-
-
-def finish(engine: Engine) -> dict[Handle, Output]:
-    """Step, audited, until nothing lives."""
-    outputs: dict[Handle, Output] = {}
-    for _ in range(10_000):
-        outputs |= {event.handle: event.output for event in engine.step() if isinstance(event, FinishEvent)}
-        engine.check()
-        if not engine.stats().num_running and not engine.stats().num_waiting:
-            return outputs
-    raise AssertionError("the engine stalls")
 
 
 def cached(engine: Engine) -> int:
