@@ -9,11 +9,14 @@ import numpy as np
 
 from .tokens import EMPTY, IntArray
 
+_SHORT = 256  # numbers: copying so many takes no longer than making the view
+
 
 class IntBuffer:
     """`size` numbers at the start of an array that may have room for more.
 
     It keeps alive at most four times what it holds, unless growth reserved it: what is cut off or evicted is let go.
+    A short array is copied to its new size at once: a view of it would take 112 bytes itself.
     """
 
     __slots__ = ("_data", "size")
@@ -59,5 +62,5 @@ class IntBuffer:
 
     def _compact(self) -> None:
         whole = self._data if self._data.base is None else self._data.base
-        if 4 * self.size < len(whole):
+        if 4 * self.size < len(whole) or self.size < len(whole) <= _SHORT:
             self._data = self.view.copy()

@@ -93,7 +93,8 @@ class Loop:
         self.abandon_forsaken()
 
     def _advance(self) -> None:
-        self.pins.expire(self.step)
+        for number in self.pins.expire(self.step):  # told, since a step that plans nothing leaves no line
+            self._recorder.write("unpin", number=number)
         self.requests.expire(self.step)
         plan = StepPlan(page_size=self._config.page_size)
         try:

@@ -52,10 +52,12 @@ class Pins:
         if pinned.number in self._pins:
             self._cache.unpin(self._pins.pop(pinned.number)[0])
 
-    def expire(self, step: int) -> None:
-        """End the pins whose time is over."""
-        for number in [number for number, (_, ends) in self._pins.items() if ends is not None and ends <= step]:
+    def expire(self, step: int) -> list[int]:
+        """End the pins whose time is over; their numbers."""
+        over = [number for number, (_, ends) in self._pins.items() if ends is not None and ends <= step]
+        for number in over:
             self._cache.unpin(self._pins.pop(number)[0])
+        return over
 
     def give_way(self) -> bool:
         """End the oldest pin, because a request could not go on otherwise; False where there is none."""

@@ -55,10 +55,12 @@ class EngineMachine(RuleBasedStateMachine):
     def start(self, page_size: int, slack: int, prompts: list[list[int]], **given_settings: Any) -> None:
         self.prompts = [prompt[:40] or [0] for prompt in prompts]
         longest = max(map(len, self.prompts)) + 2 * (LENGTH + TEXT)
+        # A shorter prompt can need more than the longest: what it shares ends early in a page.
+        needs = [branch_pages(shared, shared + LENGTH, 3, page_size) for shared in range(1, longest + 1)]
         self.lines: list[dict[str, Any]] = []
         self.engine = Engine(
             HashModel(vocab=VOCAB),
-            num_pages=slack + branch_pages(longest, longest + LENGTH, 3, page_size),
+            num_pages=slack + max(needs),
             page_size=page_size,
             poison=True,
             record=self.lines.append,

@@ -52,6 +52,21 @@ def test_refusals_and_stop_strings_replay(tmp_path: Path) -> None:
     assert replay(path).difference is None
 
 
+def test_pins_that_end_by_themselves_replay(tmp_path: Path) -> None:
+    """Where a step that computes nothing ends the pin too: what follows may need that it has ended."""
+    path = tmp_path / "run.jsonl"
+    with Engine(HashModel(), num_pages=20, page_size=2, record=path) as engine:
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+        pinned = engine.pin([1, 2, 3], ttl=2)
+        engine.generate([[4]], SamplingParams(max_tokens=2))
+        with pytest.raises(LiveTables):
+            engine.reset_cache()
+        engine.step()
+        engine.reset_cache()
+        engine.unpin(pinned)  # which has ended
+    assert replay(path).difference is None
+
+
 def test_a_sink_may_hold_anything() -> None:
     class Log:
         def __init__(self) -> None:
