@@ -46,25 +46,16 @@ def _draw_sessions(axes: Any, plan: CapacityPlan) -> None:
     """A line for each way, from an eighth of the plan's memory to eight times it, where the longest request fits."""
     longest = int((plan.lengths.prompt + plan.lengths.output).max()) + plan.pool.shared_prefix + plan.pool.page_size
     sizes = [round(plan.kv_bytes * 2 ** (step / 4)) for step in range(-12, 13)]
-    plans = [plan.at(size) for size in sizes if size >= min(longest * plan.token_bytes, plan.kv_bytes)]
-    memory = [other.kv_bytes for other in plans]
-    sessions = np.array([[way.sessions for way in other.ways] for other in plans])
+    sizes = [size for size in sizes if size >= min(longest * plan.token_bytes, plan.kv_bytes)]
+    sessions = np.array([[way.sessions for way in plan.at(size).ways] for size in sizes])
     for way, counts, colour in zip(plan.ways, sessions.T, _COLOURS, strict=False):
-        axes.plot(memory, np.where(counts > 0, counts, np.nan), color=colour, linewidth=2)
+        axes.plot(sizes, np.where(counts > 0, counts, np.nan), color=colour, linewidth=2)
         if way.sessions > 0:
             axes.plot(plan.kv_bytes, way.sessions, "o", color=colour)
-            axes.annotate(
-                f"{way.sessions:,.0f}",
-                (plan.kv_bytes, way.sessions),
-                textcoords="offset points",
-                xytext=(7, -11),
-                color=colour,
-                fontweight="bold",
-            )
     axes.axvline(plan.kv_bytes, color="black", linewidth=0.7, linestyle=":")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(memory[::4], [bytes_text(size) for size in memory[::4]])
+    axes.set_xticks(sizes[::4], [bytes_text(size, digits=3) for size in sizes[::4]])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.grid(color=_UNUSED)
@@ -75,7 +66,7 @@ def _draw_sessions(axes: Any, plan: CapacityPlan) -> None:
 
 def _draw_shares(axes: Any, plan: CapacityPlan) -> None:
     """A bar for each way: the part of the pool that holds tokens. Its names are the other panel's legend too."""
-    names = [way.name for way in plan.ways]
+    names = [f"{way.name}\n{way.sessions:,.0f} at once" for way in plan.ways]
     live = [way.live_share for way in plan.ways]
     colours = _COLOURS[: len(names)]
     rows = range(len(names))

@@ -35,13 +35,14 @@ def printable(text: str) -> str:
     )
 
 
-def bytes_text(num_bytes: float) -> str:
-    """A size in the largest unit that it has at least one of, as `512 MiB`."""
+def bytes_text(num_bytes: float, digits: int = 4) -> str:
+    """A size in the largest unit that it has, once rounded, at least one of: `512 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
+        text = f"{num_bytes:.0f}" if num_bytes >= 1000 else f"{num_bytes:.{digits}g}"
+        if float(text) < 1024:
+            return f"{text} {unit}"
         num_bytes /= 1024
-    return f"{num_bytes:.4g} TiB"
+    return f"{num_bytes:.{digits}g} TiB"
 
 
 @contextmanager

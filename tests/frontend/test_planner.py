@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 import radixrt as rx
 from radixrt.frontend.capacity import Pool, Way
 from radixrt.frontend.lengths import Lengths
+from radixrt.frontend.terminal import bytes_text
 from radixrt.runtime.batch import Batch
 from radixrt.runtime.testing import HashModel
 
@@ -28,6 +29,22 @@ def plan(lengths: Any = PAIRS, **changes: Any) -> rx.CapacityPlan:
 
 def ways(requests: list[tuple[int, int]], pool: Pool) -> tuple[Way, ...]:
     return pool.ways(Lengths.of(requests))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "digits", "text"),
+    [
+        (0, 4, "0 B"),
+        (1023, 4, "1023 B"),
+        (720 * 2**10, 4, "720 KiB"),
+        (2**30 - 2**10, 4, "1 GiB"),
+        (2**28 - 2**17, 4, "255.9 MiB"),
+        (2**28 - 2**17, 3, "256 MiB"),
+        (5 * 2**40, 4, "5 TiB"),
+    ],
+)
+def test_sizes_are_said_in_the_unit_that_they_round_to(num_bytes: int, digits: int, text: str) -> None:
+    assert bytes_text(num_bytes, digits) == text
 
 
 @given(pairs, st.integers(1, 40), st.integers(0, 50))
