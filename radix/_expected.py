@@ -137,9 +137,11 @@ class Expected:
         return -(-seq_len // self.page_size) - has - len(shared) + copies, shared, copies
 
     def _shares_last(self, live: Live) -> bool:
+        """Others read its last page. A swap does too, at any time; a copy on the device runs before the writes."""
         last = live.page_ids[-1]
-        others = (other for other in self.tables.values() if other is not live)
-        return last in self.tree.owner or any(last in other.page_ids for other in others)
+        others = [other.page_ids for other in self.tables.values() if other is not live]
+        swaps = [(copy.src, copy.dst) for copy in self.device.swaps]
+        return last in self.tree.owner or any(last in page_ids for page_ids in [*others, *swaps])
 
     def _holders(self) -> list[list[int]]:
         return [*self._users(), *([copy.src, copy.dst] for copy in self.device.swaps)]

@@ -78,6 +78,22 @@ def test_a_copy_that_overtakes_one_it_depends_on_is_dropped(order: tuple[int, in
     assert cache.stats().swapped_out == (2 if order == (0, 1) else 1)
 
 
+def test_a_page_that_is_still_copied_out_is_not_written() -> None:
+    """Though nobody else reads it: the tree gave it up for a page that continues it."""
+    cache = a_cache()
+    put(cache, [1], tail=True)
+    copies = cache.swap_out(1)
+    table = cache.open([1])
+    put(cache, [1, 2])
+    plan = cache.extend(table, [3])
+    assert plan is not None
+    assert [copy.src for copy in plan.copies] == [copies[0].src]
+    cache.copies_done(plan)
+    cache.swaps_done(copies)
+    cache.check()
+    assert cache.num_free == 6  # all but [1, 2] and the table's
+
+
 def test_a_failed_copy_changes_nothing() -> None:
     cache = a_cache()
     put(cache, [1, 2, 3, 4])
