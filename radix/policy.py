@@ -36,8 +36,13 @@ class EvictionPolicy(Protocol):
     def use(self, page_ids: IntArray, now: int) -> None:
         """These cached pages serve one more request."""
 
-    def add(self, page_ids: IntArray, tokens: IntArray, now: int, *, after: int, index: int, namespace: str) -> None:
-        """Pages with `tokens` join the cache, behind page `after` (0: at the root of `namespace`), `index` from it."""
+    def add(
+        self, page_ids: IntArray, gone: IntArray, tokens: IntArray, now: int, *, after: int, index: int, namespace: str
+    ) -> None:
+        """Pages with `tokens` join the cache, behind page `after` (0: at the root of `namespace`), `index` from it.
+
+        The first takes the place of the pages `gone`, of which it may be one itself, and is as warm as they were.
+        """
 
     def inherit(self, page: int, gone: IntArray) -> None:
         """Pages that continued `page`, or began as it does, are gone: it is as warm as they were, and as itself."""
@@ -75,7 +80,9 @@ class LRU:
     def use(self, page_ids: IntArray, now: int) -> None:
         self._last[page_ids] = now
 
-    def add(self, page_ids: IntArray, tokens: IntArray, now: int, *, after: int, index: int, namespace: str) -> None:
+    def add(
+        self, page_ids: IntArray, gone: IntArray, tokens: IntArray, now: int, *, after: int, index: int, namespace: str
+    ) -> None:
         self._last[page_ids] = now
 
     def inherit(self, page: int, gone: IntArray) -> None:
@@ -125,11 +132,15 @@ class LRU2:
         self._before[page_ids] = self.last[page_ids]
         self.last[page_ids] = now
 
-    def add(self, page_ids: IntArray, tokens: IntArray, now: int, *, after: int, index: int, namespace: str) -> None:
+    def add(
+        self, page_ids: IntArray, gone: IntArray, tokens: IntArray, now: int, *, after: int, index: int, namespace: str
+    ) -> None:
         prefix_id = int(self._ids[after]) if after else self._prefixes.root(namespace)
         ids = self._prefixes.after(prefix_id, index, tokens)
+        before_gone = self._before[gone].max(initial=0)
         self._ids[page_ids] = ids
         self._before[page_ids] = [self._ghosts.pop(number, 0) for number in ids.tolist()] if self._ghosts else 0
+        self._before[page_ids[0]] = max(self._before[page_ids[0]], before_gone)
         self.last[page_ids] = now
 
     def inherit(self, page: int, gone: IntArray) -> None:
@@ -206,8 +217,10 @@ class Duel:
     def use(self, page_ids: IntArray, now: int) -> None:
         self._uses.use(page_ids, now)
 
-    def add(self, page_ids: IntArray, tokens: IntArray, now: int, *, after: int, index: int, namespace: str) -> None:
-        self._uses.add(page_ids, tokens, now, after=after, index=index, namespace=namespace)
+    def add(
+        self, page_ids: IntArray, gone: IntArray, tokens: IntArray, now: int, *, after: int, index: int, namespace: str
+    ) -> None:
+        self._uses.add(page_ids, gone, tokens, now, after=after, index=index, namespace=namespace)
 
     def inherit(self, page: int, gone: IntArray) -> None:
         self._uses.inherit(page, gone)

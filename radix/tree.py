@@ -193,16 +193,16 @@ class RadixTree:
             node = self._add_leaf(node, page_key(tokens, 0, self.page_size))
         assert node.parent is not None
         after, namespace = self._page_before(node, node.pages.size), node.parent.namespace  # which a root knows
-        self.policy.add(page_ids, tokens, now, after=after, index=index, namespace=namespace)
+        self.policy.add(page_ids, superseded, tokens, now, after=after, index=index, namespace=namespace)
+        first_priority = self.priority[superseded].max(initial=priority)  # a page may go on as itself
         node.tokens.extend(tokens)
         node.pages.extend(page_ids)
         self._set_device(node, node.pages.size)
         self.owner[page_ids] = node.id
         self.publisher[page_ids] = label
         self.priority[page_ids] = priority
+        self.priority[page_ids[0]] = first_priority
         self.num_pages += len(page_ids)
-        if len(superseded):
-            self._inherit(int(page_ids[0]), superseded)
         return superseded
 
     def use(self, page_ids: IntArray, *, priority: int | None = None, now: int) -> None:

@@ -176,11 +176,11 @@ MUTANTS = [
         partial_leaf_is_not_superseded=("superseded = self._cut(beside.node, 1)", "pass"),
         known_tail_is_added_again=("if beside is not None and beside.agreed == len(tokens):", "if False:"),
         policy_does_not_hear_of_new_pages=(
-            "self.policy.add(page_ids, tokens, now, after=after, index=index, namespace=namespace)",
+            "self.policy.add(page_ids, superseded, tokens, now, after=after, index=index, namespace=namespace)",
             "pass",
         ),
         new_pages_have_no_priority=("self.priority[page_ids] = priority", "self.priority[page_ids] = 0"),
-        superseding_page_inherits_nothing=("self._inherit(int(page_ids[0]), superseded)", "pass"),
+        superseding_page_inherits_no_priority=("self.priority[superseded].max(initial=priority)", "priority"),
         host_tail_is_kept_beside_its_like=("or beside.on_device:", "or True:"),
     ),
     *_of(
@@ -461,6 +461,7 @@ MUTANTS = [
         "add",
         lru2_forgets_its_ghosts=("if self._ghosts else 0", "if False else 0"),
         lru2_mistakes_one_place_for_another=("int(self._ids[after]) if after else", ""),
+        lru2_superseding_page_inherits_nothing=("max(self._before[page_ids[0]], before_gone)", "0"),
         lru2_new_pages_keep_old_times=("self.last[page_ids] = now", "pass"),
     ),
     *_of(LRU2, "inherit", lru2_inherits_the_last_use_alone=("(self._before, self.last)", "(self.last,)")),

@@ -187,6 +187,26 @@ def test_a_page_that_continues_a_partly_filled_one_takes_over_its_priority() -> 
     assert order_of_eviction(cache, [1, 2, 3, 4], [9]) == [1, 0]
 
 
+def test_a_partly_filled_page_that_grows_stays_as_warm_and_as_dear() -> None:
+    """The page of a live sequence, of which another has published the first token."""
+    cache = RadixCache(num_pages=8, page_size=4, policy="lru2")
+    table = cache.open([], priority=-1)
+    assert cache.extend(table, [1, 2]) is not None
+    cache.publish(table)
+    reader = cache.open([1], priority=3)
+    cache.publish(reader, tail=True)
+    cache.close(cache.open([1]))
+    [page] = reader.page_ids.tolist()
+    before, last = cache.tree.policy.heat(page)
+    assert 0 < before < last
+    cache.publish(table, tail=True)
+    assert table.page_ids.tolist() == [page]
+    assert cache.peek([1, 2]) == 2
+    assert cache.tree.priority[page] == 3
+    assert cache.tree.policy.heat(page)[0] == before
+    cache.check()
+
+
 def test_forks_and_duplicates_have_their_priority() -> None:
     cache = RadixCache(num_pages=8, page_size=1)
     parent = cache.open([], priority=2)
