@@ -132,8 +132,8 @@ class Choice(Generic[T_co]):
                     found = [self._found[at].score for at in range(len(self.nodes))]
                     logprobs = [score.logprobs for score in found if score is not None]
                     self._verdict = self._options.verdict(logprobs, temperature=temperature, seed=seed)
-                self._tell_end()
                 on_end()
+                self._tell_end()
                 for node in self.nodes:
                     node.drop()
 
@@ -153,8 +153,9 @@ class Choice(Generic[T_co]):
 
     def _tell_end(self) -> None:
         if self._report is not None:
-            fate: Fate = "stop" if self._verdict is not None else "cancelled" if self._was_cancelled else "error"
-            text = self._options.texts[self._verdict.index] if self._verdict is not None else None
+            verdict = self._verdict if self._error is None else None
+            fate: Fate = "stop" if verdict is not None else "cancelled" if self._was_cancelled else "error"
+            text = self._options.texts[verdict.index] if verdict is not None else None
             self._report.ended(text, fate, self.cost, self._error)
 
     def settle(self) -> None:
@@ -195,7 +196,9 @@ class Choice(Generic[T_co]):
     @property
     def committed(self) -> tuple[int, ...] | None:
         """All ids up to the option's end that a state's own request does not hold; None where nothing was chosen."""
-        return self._options.ids[self._verdict.index] if self._verdict is not None else None
+        if self._verdict is None or self._error is not None:
+            return None
+        return self._options.ids[self._verdict.index]
 
     def _take(self, number: int, outcome: Output | BaseException) -> None:
         """Keep what one request came to. The first error counts."""

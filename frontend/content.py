@@ -35,12 +35,14 @@ class Content:
     """The first `at` tokens of `node`, then those `committed` since, then the tokens of the `pending` text.
 
     `pending` begins where a tokenizer starts afresh: at the start, behind a special or a generated token, or where
-    `Codec.commit` cut. In a message its text is plain: nothing in it is taken for a special token.
+    `Codec.commit` cut. In a message its text is plain: nothing in it is taken for a special token. `chosen` owns those
+    committed, where a choice computed them: while it is held they stay cached.
     """
 
     node: Node | None = None
     at: int = 0
     committed: tuple[int, ...] = ()
+    chosen: Node | None = None
     pending: str = ""
     roles: tuple[str, ...] = ()
     is_open: bool = False  # the last message
@@ -55,6 +57,10 @@ class Content:
     def message(self) -> int | None:
         """The number of the message that is open."""
         return len(self.roles) - 1 if self.is_open else None
+
+    def hold(self) -> tuple[Node, ...]:
+        """The requests that have its tokens, held until each is dropped."""
+        return tuple(node.hold() for node in (self.node, self.chosen) if node is not None)
 
     def plus(self, text: str, *, start_ids: tuple[int, ...]) -> Content:
         """With more text. `start_ids` come before the first."""

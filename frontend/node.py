@@ -133,6 +133,16 @@ def root(origin: Origin, tokens: tuple[int, ...], params: SamplingParams | Score
     return Node(origin=origin, parent=None, at=0, given=tokens, path=(0,), handle=_submit(origin, list(tokens), params))
 
 
+def owner(origin: Origin, tokens: list[int]) -> Node:
+    """A request that owns these tokens, at least two, and computes nothing: while held they stay cached. O(tokens).
+
+    It asks for scores, which need no room for a token more.
+    """
+    node = root(origin, tuple(tokens), ScoreParams(start=len(tokens) - 1))
+    origin.driver.backend.abort(node.handle)
+    return node
+
+
 def watch(node: Node, on_end: Callable[[Output | BaseException], None]) -> Ticket:
     return node.origin.driver.watch(node.handle, on_end, node.origin.is_wanted)
 

@@ -84,7 +84,7 @@ class Scope:
         if content.node is None or self._n <= 1:
             return [content] * self._n
         nodes = content.node.branches(self._n, at=content.at, text=content.committed)
-        return [replace(content, node=node, at=node.num_tokens, committed=()) for node in nodes]
+        return [replace(content, node=node, at=node.num_tokens, committed=(), chosen=None) for node in nodes]
 
     def _leave(self) -> None:
         """The scope ended well: the winner, if there is one, has ended too, and the parent goes on as it."""

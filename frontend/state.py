@@ -13,13 +13,22 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, get_args, overload
 
-from radixrt.runtime import Grammar, InvalidRequest, Output, PinnedPrefix, RadixrtError, SamplingParams, Usage
+from radixrt.runtime import (
+    Choice as Generated,
+    Grammar,
+    InvalidRequest,
+    Output,
+    PinnedPrefix,
+    RadixrtError,
+    SamplingParams,
+    Usage,
+)
 
 from .choice import Choice
 from .content import Content, Said
 from .events import BranchClosed, Rewound, SlotReport, TextGiven, Where
 from .failures import BranchCancelled, StateMisuse, annotate
-from .node import Node, root, seed_of, watch
+from .node import Node, owner, root, seed_of, watch
 from .options import ScoreName, options_of
 from .run import Boundary, Cost, Generation, Run, Sampling
 from .slot import Slot
@@ -59,7 +68,7 @@ class State:
         self._parent = parent
         self._where = Where(program=run.program, path=path)
         self._seed = seed_of(run.seed, path)
-        self._node = self._content.node.hold() if self._content.node is not None else None  # that this state holds
+        self._held = self._content.hold()
         self._marked: list[Node] = []
         self._pin: PinnedPrefix | None = None
         self._is_pinned = False
@@ -253,8 +262,12 @@ class State:
         choice = slot.take(outcome)
         if choice is None or self._closed_by is not None:
             self._content = replace(self._content, said=before.said, slots=before.slots)
-            node.drop()
-            return
+        else:
+            self._goes_on(node, params, choice)
+        node.drop()
+
+    def _goes_on(self, node: Node, params: SamplingParams, choice: Generated) -> None:
+        """Go on behind what a request generated, but for what ended it."""
         node.output = ids = choice.token_ids
         if ids and choice.finish_reason == "stop" and ids[-1] in params.ending_token_ids(self._ending_ids):
             num_kept, rest = len(ids) - 1, ""
@@ -265,10 +278,7 @@ class State:
         else:
             num_kept, rest = len(ids), ""
         at = node.num_tokens - len(ids) + num_kept
-        self._content = replace(self._content, node=node, at=at, committed=(), pending=rest)
-        if self._node is not None:
-            self._node.drop()
-        self._node = node
+        self._hold(replace(self._content, node=node, at=at, committed=(), chosen=None, pending=rest))
         if self._is_pinned:
             self._pin_anew()
 
@@ -318,13 +328,14 @@ class State:
 
     def _chosen(self, choice: Choice[Any], before: Content) -> None:
         """Take the option that was chosen; where none was, be as before."""
-        self._charge(choice.cost)
         ids = choice.committed
         if ids is None or self._closed_by is not None:
             self._content = replace(self._content, said=before.said, slots=before.slots)
         else:
             given = before.committed if not before.is_empty else self._codec.start_ids
-            self._content = replace(self._content, committed=(*given, *ids), pending="")
+            node = owner(self._run.origin, [*before.certain(self._codec), *ids])
+            self._hold(replace(self._content, committed=(*given, *ids), chosen=node, pending=""))
+        self._charge(choice.cost)
 
     @property
     def _ending_ids(self) -> frozenset[int]:
@@ -414,8 +425,7 @@ class State:
         with self._driver.lock:
             self._check_open()
             self._tell_given(self._content)
-            if self._node is not None:
-                self._marked.append(self._node.hold())
+            self._marked += self._content.hold()
         return Mark(self, self._content)
 
     def rewind(self, mark: Mark) -> None:
@@ -431,10 +441,14 @@ class State:
         with self._driver.lock:
             self._check_open()
             self._told = told
-            held, self._node = self._node, content.node.hold() if content.node is not None else None
-            if held is not None:
-                held.drop()
-            self._content = content
+            self._hold(content)
+
+    def _hold(self, content: Content) -> None:
+        """Have this content from now on, and hold what it needs in place of what was needed before."""
+        held, self._held = self._held, content.hold()
+        self._content = content
+        for node in held:
+            node.drop()
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -558,10 +572,10 @@ class State:
                 self._scope.close(reason)
             if self._slot is not None:
                 self._slot.cancel(self._closed_by)
-            for node in [*self._marked, *([self._node] if self._node is not None else [])]:
+            for node in (*self._marked, *self._held):
                 node.drop()
             self._is_pinned = False
             self._pin_anew()
-            self._marked, self._node = [], None
+            self._marked, self._held = [], ()
             if self._parent is not None:
                 self._run.tell(BranchClosed(where=self._where, adopted=adopted))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
+from collections.abc import Callable
 from enum import Enum, IntEnum
 from typing import Any
 
@@ -269,6 +270,89 @@ def test_what_was_generated_before_is_not_computed_again(engine: Engine) -> None
     assert first == 1 + len(" Good? ") + len("yes") + len("no")  # the last generated token was never fed
     assert whole == len("Say something: ") + first + 1
     assert engine.stats().counters.recomputed_for_scores == 0
+
+
+Body = Callable[[rx.State, list[str]], None]
+
+
+def adopts(s: rx.State, options: list[str]) -> None:
+    with s.fork(3) as branches:
+        for branch in branches:
+            branch.choose(options)
+        s.adopt(branches[1])
+
+
+def chooses_and_generates(s: rx.State, options: list[str]) -> None:
+    with s.fork(2) as branches:
+        for number, branch in enumerate(branches):
+            branch += f"{number}"
+            branch.choose(options)
+            branch.gen(max_tokens=3)
+        s.adopt(branches[0])
+
+
+def adopts_twice(s: rx.State, options: list[str]) -> None:
+    with s.fork(2) as branches:
+        for number, branch in enumerate(branches):
+            branch += f"{number}"
+            adopts(branch, options)
+        s.adopt(branches[0])
+
+
+def chooses_twice(s: rx.State, options: list[str]) -> None:
+    with s.fork(2) as branches:
+        for number, branch in enumerate(branches):
+            branch += f"{number}"
+            branch.choose(options)
+            assert branch.choose(options).value in options
+        s.adopt(branches[0])
+    s.choose(options)
+
+
+def goes_back(s: rx.State, options: list[str]) -> None:
+    adopts(s, options)
+    mark = s.mark()
+    s += "?"
+    s.choose(options)
+    s.rewind(mark)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    "options", [["1", "2", "3"], ["alpha beta", "gamma rays", "delta wing"]], ids=["short", "long"]
+)
+@pytest.mark.parametrize("body", [adopts, chooses_and_generates, adopts_twice, chooses_twice, goes_back])
+def test_what_was_chosen_stays_cached(make_engine: MakeEngine, body: Body, options: list[str], page_size: int) -> None:
+    """Whichever it is, until its state goes on, and whatever scopes have closed since."""
+    chosen: set[str] = set()
+
+    @rx.program
+    def chooses(s: rx.State, before: str) -> None:
+        s += before
+        s.gen(max_tokens=3)
+        body(s, options)
+        chosen.update(option for option in options if option in s.text)
+        s += " tail"
+        s.gen(max_tokens=2)
+
+    for length in range(8, 18):
+        engine = make_engine(page_size=page_size)
+        yardstick = rx.Yardstick(engine)
+        chooses.run(yardstick, "x" * length)
+        assert yardstick.computed == yardstick.ideal
+        assert not engine._loop.requests._ended, "every request was released"
+    assert chosen == set(options)
+
+
+def test_a_choice_may_fill_the_pool(make_engine: MakeEngine) -> None:
+    """What is held for it needs no room that its own requests did not."""
+
+    @rx.program
+    def fills(s: rx.State) -> str:
+        s += "x" * 12
+        return s.choose(["aaaa", "bbbb"]).value
+
+    assert fills.run(make_engine(page_size=4, num_pages=4)) in ("aaaa", "bbbb")
 
 
 def test_branches_choose_together_and_alone_alike(make_engine: MakeEngine) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given, settings, strategies as st
 
 import radixrt as rx
 from radixrt.frontend.testing import Body, plain, programs
@@ -53,10 +53,11 @@ def test_without_a_cache_more_is_computed() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(programs())
-def test_a_program_computes_no_more(body: Body) -> None:
+@given(programs(), st.sampled_from([1, 4, 16]))
+def test_a_program_computes_no_more(body: Body, page_size: int) -> None:
     """Less, where it was cancelled, or gave what another branch had generated."""
-    engine = Engine(HashModel(vocab=128, eos=frozenset({0, 1})), tokenizer=ByteTokenizer(), num_pages=512, page_size=4)
+    model = HashModel(vocab=128, eos=frozenset({0, 1}))
+    engine = Engine(model, tokenizer=ByteTokenizer(), num_pages=512, page_size=page_size)
     yardstick = rx.Yardstick(engine)
     plain.run(yardstick, body)
     assert yardstick.computed <= yardstick.ideal
