@@ -13,7 +13,7 @@ from radixrt.runtime import Output, ScoreParams, Usage
 
 from .driver import Driver, Ticket
 from .events import Fate, SlotReport, Where
-from .failures import GenerationFailed, StateMisuse, annotate
+from .failures import GenerationFailed, StateMisuse, annotate, is_same
 from .node import Node, Origin, root, watch
 from .options import Options, ScoreName, Verdict, number_of
 
@@ -106,6 +106,12 @@ class Choice(Generic[T_co]):
     def __bool__(self) -> bool:
         """Of the value, so that `if` waits for it."""
         return bool(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        """It is the same one. StateMisuse beside a value: compare its own."""
+        return is_same(self, other)
+
+    __hash__ = object.__hash__
 
     def __str__(self) -> str:
         return self.text

@@ -10,7 +10,14 @@ What was raised elsewhere (a refused request, the author's own errors) stays wha
 
 from __future__ import annotations
 
+import inspect
+import reprlib
+from collections.abc import Awaitable
+from typing import TypeVar
+
 from radixrt.runtime import RadixrtError
+
+T = TypeVar("T")
 
 
 class StateMisuse(RadixrtError):
@@ -32,6 +39,24 @@ class ServerError(RadixrtError):
 
 class BranchCancelled(BaseException):
     """Ends the thread of a branch that lost. Like asyncio.CancelledError, no `except Exception` may stop it."""
+
+
+def plain_value(value: T, what: str) -> T:
+    """What a function of a plain program returned. StateMisuse for a coroutine, which nobody would await."""
+    if inspect.iscoroutine(value):
+        value.close()
+        raise StateMisuse(
+            f"{what}: an async function was called in a plain program; write `async def` for both or none"
+        )
+    return value
+
+
+def is_same(coming: object, other: object) -> bool:
+    """Two things that are to come, such as slots, are one. StateMisuse where the other is there: a value was meant."""
+    if coming is not other and not isinstance(other, Awaitable):
+        said = f"{coming!r} compared with {reprlib.repr(other)}"
+        raise StateMisuse(f"{said}, which it never is; compare its .value, or what `await` gives")
+    return coming is other
 
 
 def annotate(error: BaseException, note: str) -> None:

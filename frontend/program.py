@@ -20,7 +20,7 @@ from .backend import Backend
 from .batch import Journal, in_tasks, in_threads
 from .driver import Driver, always, driver_of
 from .events import Observer, RunEnded, RunEvent, RunStarted
-from .failures import BranchCancelled, StateMisuse, annotate
+from .failures import BranchCancelled, StateMisuse, annotate, plain_value
 from .node import Origin, seed_of
 from .outline import Outline, outline, prefix_order
 from .progress import Tally, has_terminal, shown
@@ -258,7 +258,7 @@ class Program(Generic[P, R, C]):
 
     def _here(self, state: State, args: Any, kwargs: Any) -> R:
         with state._driver.attending():
-            value: Any = self._called(state, args, kwargs)
+            value: Any = plain_value(self._called(state, args, kwargs), self.name)
             state._settle()
             state._value = value
             return value  # type: ignore[no-any-return]

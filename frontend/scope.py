@@ -6,6 +6,7 @@ Knows nothing of tokens. In plain programs `map` runs its function in threads, i
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from radixrt.runtime import InvalidRequest
 
 from .content import Content
 from .events import BranchOpened
-from .failures import BranchCancelled, StateMisuse, annotate
+from .failures import BranchCancelled, StateMisuse, annotate, plain_value
 from .state import State
 from .threads import run_threads
 
@@ -163,6 +164,11 @@ class Branches(Scope, Sequence[State]):
     def __getitem__(self, index: int | slice) -> State | Sequence[State]:
         return self._states[index]
 
+    def __setitem__(self, index: int, state: State) -> None:
+        """For `branches[0] += "..."`, which gives back the branch that is there. StateMisuse for any other."""
+        if self[index] is not state:
+            raise StateMisuse(f"branches: {state!r} put in place of {self[index]!r}; branches stay, append to them")
+
     @overload
     def map(self, function: Callable[[State], Coroutine[Any, Any, R]]) -> Awaitable[list[R]]: ...  # type: ignore[overload-overlap]
 
@@ -230,7 +236,12 @@ async def _in_tasks(
 ) -> list[Any]:
     async def one(state: State) -> Any:
         try:
-            value = await function(state)
+            result = function(state)
+            if not inspect.isawaitable(result):
+                raise StateMisuse(
+                    "map: a plain function was called in an async program; write `async def` for both or none"
+                )
+            value = await result
         except Exception as error:
             annotate(error, f"in {state._where}")
             if on_error == "raise":
@@ -263,7 +274,7 @@ def _in_threads(parent: State, states: Sequence[State], function: Callable[[Stat
     def work() -> None:
         while (number := next_number()) is not None:
             try:
-                value = function(states[number])
+                value = plain_value(function(states[number]), "map")
                 results[number] = Ok(value) if on_error == "collect" else value
             except Exception as error:
                 annotate(error, f"in {states[number]._where}")

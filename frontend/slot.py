@@ -12,7 +12,7 @@ from radixrt.runtime import Choice, Output, TokenLogprobs, Usage
 
 from .driver import Driver, Ticket
 from .events import Fate, SlotReport, Where
-from .failures import GenerationFailed, StateMisuse, annotate
+from .failures import GenerationFailed, StateMisuse, annotate, is_same
 from .values import Form, shown
 
 T_co = TypeVar("T_co", covariant=True)
@@ -91,6 +91,12 @@ class Slot(Generic[T_co]):
     def __bool__(self) -> bool:
         """Of the value, so that `if` waits for it."""
         return bool(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        """It is the same one. StateMisuse beside a value: compare its own."""
+        return is_same(self, other)
+
+    __hash__ = object.__hash__
 
     def __str__(self) -> str:
         """The value as it was written."""

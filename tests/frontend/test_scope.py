@@ -400,6 +400,68 @@ def test_programs_of_several_loops_and_threads_share_an_engine(engine: Engine) -
     assert results[0] == results[1] == results[2] == [thread.run(engine, f"{n}") for n in range(4)]
 
 
+def test_a_branch_is_appended_to_in_its_place(engine: Engine) -> None:
+    @rx.program
+    def places(s: rx.State) -> list[str]:
+        s += "x"
+        with s.fork(2) as branches:
+            branches[0] += "a"
+            branches[-1] += "b"
+            others: list[Any] = [branches[1], s, "text"]
+            for other in others:
+                with pytest.raises(rx.StateMisuse, match="branches stay, append to them"):
+                    branches[0] = other
+            with branches[0].fork(["c"]) as inner:
+                inner[0] += inner.items[0]
+                assert inner[0].text == "xac"
+            return [branch.text for branch in branches]
+
+    assert places.run(engine) == ["xa", "xb"]
+
+
+async def of_async(*_: Any) -> None:
+    raise AssertionError("it is never run")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("items", [2, ["a", "b"]], ids=["count", "items"])
+def test_a_plain_program_maps_no_async_function(engine: Engine, items: Any) -> None:
+    @rx.program
+    def plain(s: rx.State) -> None:
+        with s.fork(items) as branches:
+            branches.map(of_async)
+
+    with pytest.raises(rx.StateMisuse, match="map: an async function was called in a plain program"):
+        plain.run(engine)
+
+
+@pytest.mark.parametrize("items", [2, ["a", "b"]], ids=["count", "items"])
+def test_an_async_program_maps_no_plain_function(engine: Engine, items: Any) -> None:
+    @rx.program
+    async def tasks(s: rx.State) -> list[Any]:
+        async with s.fork(items) as branches:
+            with pytest.raises(rx.StateMisuse, match="map: a plain function was called in an async program"):
+                await branches.map(lambda *_: 1)
+        s += "x"
+        async with s.fork(items) as branches:
+            found: list[Any] = await branches.map(
+                lambda b, *_: b.gen(max_tokens=2)
+            )  # a slot is awaited as a coroutine is
+            return found
+
+    assert [len(text) for text in tasks.run(engine)] == [2, 2]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_plain_program_is_no_async_one_s_face(engine: Engine) -> None:
+    @rx.program
+    def plain(s: rx.State) -> Any:
+        return of_async(s)
+
+    with pytest.raises(rx.StateMisuse, match="plain: an async function was called in a plain program"):
+        plain.run(engine)
+
+
 @pytest.mark.parametrize("n", [-1, True, 5000])
 def test_a_wrong_number_of_branches_is_refused(engine: Engine, n: int) -> None:
     @rx.program

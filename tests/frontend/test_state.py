@@ -406,6 +406,44 @@ def test_a_slot_as_a_condition_is_its_value(make_engine: MakeEngine) -> None:
     assert found == {(True, True), (False, False)}
 
 
+@pytest.mark.parametrize("other", ["x", 1, None, ("a",)])
+def test_a_slot_is_not_its_value(engine: Engine, other: Any) -> None:
+    """Where it is compared; as itself it is in lists, sets and dicts, whether it has a value yet or not."""
+
+    @rx.program
+    def compares(s: rx.State) -> None:
+        s += "x"
+        slot, choice = s.gen(max_tokens=2), s.choose(["a", "b"])
+        for one in (slot, choice):
+            compared: list[Any] = [
+                lambda one=one: one == other,
+                lambda one=one: other == one,
+                lambda one=one: one in [other],
+            ]
+            for compare in (*compared, lambda one=one: one != other):
+                with pytest.raises(rx.StateMisuse, match=r"compared with .*; compare its \.value"):
+                    compare()
+        assert [slot, choice].index(choice) == 1
+        assert len({slot, choice, slot}) == 2
+        assert {slot: "slot", choice: "choice"}[choice] == "choice"
+        assert slot == slot
+        assert slot != choice
+
+    compares.run(engine)
+
+
+def test_slots_are_gathered(engine: Engine) -> None:
+    @rx.program
+    async def both(s: rx.State) -> list[Any]:
+        s += "x"
+        async with s.fork(2) as branches:
+            slots = [branch.gen(max_tokens=2) for branch in branches]
+            return list(await asyncio.gather(*slots, slots[0]))
+
+    first, second, third = both.run(engine)
+    assert first == third != second
+
+
 def test_what_is_drawn_after_a_rewind_is_drawn_by_no_branch(engine: Engine) -> None:
     @rx.program
     def draws(s: rx.State) -> set[str]:
