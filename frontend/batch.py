@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from fcntl import LOCK_EX, LOCK_NB, flock
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
@@ -26,21 +28,27 @@ class Journal:
     """The results so far: one JSON line for each row that succeeded, and a cut-off line of a killed writer removed."""
 
     def __init__(self, path: str | Path, rows: Sequence[Row], *, program: str) -> None:
-        """InvalidRequest where the file is of other rows, or of another program or seed."""
+        """InvalidRequest where the file is of other rows, another program or seed, or another batch has it open."""
         self.values: dict[int, Any] = {}
         self._keys = [_key(program, row) for row in rows]
         self._path = Path(path)
         self._lock = Lock()
-        try:
-            whole = self._path.read_bytes() if self._path.exists() else b""
-            lines = whole[: whole.rfind(b"\n") + 1]
-            for line in lines.splitlines():
-                self._read(line)
-            self._file: TextIO = self._path.open("a", encoding="utf-8")
-            if len(lines) < len(whole):
-                self._file.truncate(len(lines))
-        except OSError as error:
-            raise InvalidRequest(f"resume: {self._path} cannot be used: {error}") from error
+        with ExitStack() as stack:
+            try:
+                self._file: TextIO = stack.enter_context(self._path.open("a", encoding="utf-8"))
+                flock(self._file, LOCK_EX | LOCK_NB)  # until it is closed, by whatever ends the process too
+                whole = self._path.read_bytes()
+                lines = whole[: whole.rfind(b"\n") + 1]
+                for line in lines.splitlines():
+                    self._read(line)
+                if len(lines) < len(whole):
+                    self._file.truncate(len(lines))
+            except BlockingIOError as error:
+                said = "another batch is at it, here or in another process; let that end, or name another file"
+                raise InvalidRequest(f"resume: {self._path} is in use: {said}") from error
+            except OSError as error:
+                raise InvalidRequest(f"resume: {self._path} cannot be used: {error}") from error
+            stack.pop_all()
 
     def add(self, number: int, value: Any) -> Any:
         """Keep a row's value; as JSON gives it back. InvalidRequest where it is none."""

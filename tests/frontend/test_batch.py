@@ -169,13 +169,42 @@ engine = rx.Engine(HashModel(vocab=128), tokenizer=ByteTokenizer(), num_pages=64
 results = slow.batch(engine, [{"number": number} for number in range(20)], concurrency=2, resume=sys.argv[1])
 print([result.value for result in results])
 """
+COMMAND = [sys.executable, "-c", CHILD]
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def test_a_second_batch_on_one_file_is_refused(engine: Engine, tmp_path: Path) -> None:
+    """In this process and in another, and nothing of it is run; the first ends as ever, and then the file is free."""
+    path = tmp_path / "runs.jsonl"
+    tried: list[str] = []
+
+    @rx.program
+    def nested(s: rx.State, word: str) -> str:
+        if word == "word 1":
+            with pytest.raises(rx.InvalidRequest, match=r"resume: .* is in use: another batch is at it"):
+                nested.batch(engine, ROWS, resume=path)
+            other = subprocess.run([*COMMAND, str(path)], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+            tried.append(other.stderr)
+        return word
+
+    found = nested.batch(engine, ROWS, resume=path, concurrency=1)
+    assert [error.count("is in use: another batch is at it") for error in tried] == [1]
+    assert found == nested.batch(engine, ROWS, resume=path)
+
+
+def test_a_journal_that_is_refused_is_let_go(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    plain.batch(engine, ROWS, resume=path)
+    with pytest.raises(rx.InvalidRequest, match="not of this batch") as kept:
+        tasks.batch(engine, ROWS, resume=path)
+    assert values(plain.batch(engine, ROWS, resume=path))[0]
+    del kept
 
 
 def test_a_killed_batch_has_every_row_once(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", CHILD, str(path)]
-    killed = subprocess.Popen(command, env=environment)
+    command = [*COMMAND, str(path)]
+    killed = subprocess.Popen(command, env=ENVIRONMENT)
     deadline = time.monotonic() + 60
     while not path.exists() or path.read_bytes().count(b"\n") < 5:
         assert time.monotonic() < deadline
@@ -184,7 +213,7 @@ def test_a_killed_batch_has_every_row_once(tmp_path: Path) -> None:
     killed.wait()
     num_done = path.read_bytes().count(b"\n")
     assert 5 <= num_done < 20
-    printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    printed = subprocess.run(command, env=ENVIRONMENT, check=True, capture_output=True, text=True).stdout
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert sorted(row["row"] for row in rows) == list(range(20))
     assert printed.strip() == repr([row["value"] for row in sorted(rows, key=lambda row: row["row"])])
