@@ -13,6 +13,8 @@ from .backend import Asked, EngineBackend
 class Yardstick:
     """Takes the place of an engine in `run`, `batch` or `session`, and counts; as text, one line to print.
 
+    Less than the `ideal` is computed ("<=") where the cache had some of it before, or what was asked was cancelled.
+
     `ideal` is the number of nodes in the token trie of all that was given: prompts, appended text, templates, options.
     What was generated does not count, unless somebody else gives the last token of a generation, which was not fed. It
     takes memory in the tokens of all requests: for looking, not for serving.
@@ -47,7 +49,7 @@ class Yardstick:
         return self._engine.stats().counters.cached - self._before.cached
 
     def __str__(self) -> str:
-        sign = "==" if self.computed == self.ideal else "!="
+        sign = "==" if self.computed == self.ideal else "<=" if self.computed < self.ideal else "!="
         return f"computed {self.computed:,} {sign} ideal {self.ideal:,}; {self.shared:,} tokens shared"
 
     def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int, cache: CacheUse) -> Handle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings, strategies as st
 
 import radixrt as rx
@@ -35,6 +36,17 @@ def test_it_counts_each_given_token_of_the_tree_once(engine: Engine) -> None:
     assert (yardstick.computed, yardstick.ideal) == (17 + 4, 17), "what came behind generated text ended with the run"
     assert yardstick.shared > shared
     assert " != " in str(yardstick)
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_warm_cache_is_no_fault(engine: Engine, is_warm: bool) -> None:  # noqa: FBT001
+    if is_warm:
+        tree.run(engine)
+    yardstick = rx.Yardstick(engine)
+    assert str(yardstick) == "computed 0 == ideal 0; 0 tokens shared"
+    tree.run(yardstick)
+    said = "computed 4 <= ideal 17" if is_warm else "computed 17 == ideal 17"
+    assert str(yardstick).startswith(f"{said}; ")
 
 
 def test_namespaces_share_nothing(engine: Engine) -> None:
