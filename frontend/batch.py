@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from fcntl import LOCK_EX, LOCK_NB, flock
 from hashlib import blake2b
@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from radixrt.runtime import InvalidRequest
 
+from .checks import check_kind, refuse
 from .driver import Driver
 from .scope import Failed, Ok
 from .threads import run_threads
@@ -76,6 +77,16 @@ class Journal:
                 "seed; name another file"
             )
         self.values[number] = value
+
+
+def rows_of(rows: Iterable[Row]) -> list[Row]:
+    """The rows as a list. InvalidRequest for what is none, before any is run."""
+    check_kind("rows", rows, Iterable, "a list with a mapping of arguments by name for each run")
+    listed = list(rows)
+    for number, row in enumerate(listed):
+        if not (isinstance(row, Mapping) and all(isinstance(name, str) for name in row)):
+            refuse(f"row {number}", row, "a mapping of arguments by name")
+    return listed
 
 
 def in_threads(

@@ -20,6 +20,7 @@ from radixrt.runtime import Engine, FinishEvent, Handle, Output, TokenEvent
 
 from .backend import Backend, EngineBackend
 from .chat import Template
+from .checks import refuse
 from .codec import Codec
 from .failures import StateMisuse
 
@@ -290,10 +291,12 @@ _drivers_lock = Lock()
 def driver_of(engine: Engine | Backend | Driver) -> Driver:
     """The driver of an engine or another backend, the same for everybody while that lives: its events have one reader.
 
-    Who calls keeps the engine; the driver does not.
+    Who calls keeps the engine; the driver does not. InvalidRequest for what is no backend.
     """
     if isinstance(engine, Driver):
         return engine
+    if isinstance(engine, type) or not all(hasattr(engine, name) for name in ("submit", "fork", "step")):
+        refuse("engine", engine, "an rx.Engine, which takes a model's name, what rx.connect gives, or an rx.Yardstick")
     with _drivers_lock:
         if engine not in _drivers:
             _drivers[engine] = Driver(EngineBackend(proxy(engine)) if isinstance(engine, Engine) else proxy(engine))

@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
+from types import NoneType
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from radixrt.runtime import InvalidRequest
+
+from .checks import check_kind, refuse
 
 ScoreName = Literal["sum", "token_mean", "byte_mean", "greedy", "prefix_free", "pmi"]
 MAX_OPTIONS = 1024
@@ -132,6 +135,7 @@ def options_of(
     `end` marks an option's end for "prefix_free"; without it the lowest of the `ending_ids` does. For "pmi" an option
     without its context stands behind `start_ids` or, where there are none, that token.
     """
+    check_kind("end", end, (str, NoneType), "a text")
     texts = tuple(map(text_of, options))
     if not 0 < len(texts) <= MAX_OPTIONS or "" in texts:
         raise InvalidRequest(f"options: {len(texts)} given; allowed: 1 to {MAX_OPTIONS} texts, none of them empty")
@@ -139,7 +143,7 @@ def options_of(
     if twice is not None:
         raise InvalidRequest(f"options: {twice!r} given twice; allowed: each once")
     if score not in get_args(ScoreName):
-        raise InvalidRequest(f"score: {score!r} given; allowed: {', '.join(get_args(ScoreName))}")
+        refuse("score", score, ", ".join(get_args(ScoreName)))
     if end is not None and score != "prefix_free":
         raise InvalidRequest(f'end: {end!r} given with score {score!r}; allowed: with "prefix_free", which it ends')
     before = encode(pending)

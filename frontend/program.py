@@ -9,15 +9,17 @@ import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, aclosing, closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial, update_wrapper
 from pathlib import Path
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from types import NoneType
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_args, overload
 
 from radixrt.runtime import CacheUse, Engine, InvalidRequest
 
 from .backend import Backend
-from .batch import Journal, in_tasks, in_threads
+from .batch import Journal, in_tasks, in_threads, rows_of
+from .checks import check_kind, integer, refuse
 from .driver import Driver, always, driver_of
 from .events import Observer, RunEnded, RunEvent, RunStarted
 from .failures import BranchCancelled, StateMisuse, annotate, plain_value
@@ -49,6 +51,25 @@ class Options:
     cache: CacheUse = "all"
     trace: str | Path | None = None
     observers: Sequence[Callable[[], Observer]] = ()
+
+    def __post_init__(self) -> None:
+        """InvalidRequest for what could be none of these."""
+        object.__setattr__(self, "seed", integer("seed", self.seed, -(2**63), 2**64 - 1))
+        check_kind("namespace", self.namespace, str, "a text")
+        object.__setattr__(self, "priority", integer("priority", self.priority, -(2**63), 2**63 - 1))
+        if self.cache not in get_args(CacheUse):
+            refuse("cache", self.cache, ", ".join(get_args(CacheUse)))
+        check_kind("trace", self.trace, (str, Path, NoneType), "a path")
+        check_kind("observers", self.observers, Sequence, "a list of classes or functions, called for one of each run")
+        for observer in self.observers:
+            check_kind("observers", observer, Callable, "classes or functions, called for one of each run")
+
+    def changed(self, changes: Mapping[str, Any]) -> Options:
+        """These with others of these names. InvalidRequest for a name that there is not."""
+        names = [field.name for field in fields(self)]
+        if unknown := sorted(changes.keys() - names):
+            raise InvalidRequest(f"options: {', '.join(unknown)} given; allowed: {', '.join(names)}")
+        return replace(self, **changes)
 
     def observing(self, stack: ExitStack) -> list[Observer]:
         """The observers of one run, which the stack closes."""
@@ -97,6 +118,10 @@ class Program(Generic[P, R, C]):
     """A function whose first argument is a `State`. Called with one, it is a part of another program."""
 
     def __init__(self, function: Callable[Concatenate[State, P], C], options: Options) -> None:
+        """InvalidRequest for what is no function of a state, or yields."""
+        check_kind("program", function, Callable, "a function whose first argument is a state")
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            refuse("program", function, "a function that returns its value; `stream` gives what happens meanwhile")
         self._function = function
         self._options = options
         self._is_async = inspect.iscoroutinefunction(function)
@@ -108,14 +133,17 @@ class Program(Generic[P, R, C]):
 
     def options(self, **changes: Any) -> Program[P, R, C]:
         """The same program with other `Options`: seed, namespace, priority, cache, trace, observers."""
-        return Program(self._function, replace(self._options, **changes))
+        return Program(self._function, self._options.changed(changes))
 
     def __call__(self, state: State, *args: P.args, **kwargs: P.kwargs) -> C:
+        allowed = f"a state, inside of another program; {self.name}.run(engine, ...) runs it"
+        check_kind(self.name, state, State, allowed)
         return self._function(state, *args, **kwargs)
 
     def run(self, engine: Runs, *args: P.args, **kwargs: P.kwargs) -> R:
         """What it returns. Blocks, and steps the engine meanwhile; an async program gets an event loop of its own."""
         if self._is_async:
+            self._check_no_loop("run", "write `await` and arun")
             return asyncio.run(self.arun(engine, *args, **kwargs))
         with self._root(engine) as state:
             return self._here(state, args, kwargs)
@@ -134,8 +162,7 @@ class Program(Generic[P, R, C]):
         the program and frees its pages. A plain program runs in a thread, an async one in an event loop of its own.
         """
         if self._is_async:
-            if _in_event_loop():
-                raise StateMisuse(f"stream: an event loop runs here, and {self.name} is async; use astream")
+            self._check_no_loop("stream", "use astream")
             with asyncio.Runner() as runner:
                 events = self.astream(engine, *args, **kwargs)
                 try:
@@ -170,7 +197,7 @@ class Program(Generic[P, R, C]):
         if engine is not None:
             driver = driver_of(engine)
             tools = driver.codec, driver.template
-        return outline(self._function, self.name, static, list(rows), tools)
+        return outline(self._function, self.name, static, rows_of(rows), tools)
 
     def batch(
         self,
@@ -187,9 +214,11 @@ class Program(Generic[P, R, C]):
         file as they come, and rows that are in it are not run again; what failed is. Values are what JSON makes of them
         then. Where stderr is a terminal a bar there shows the `progress`.
         """
-        todo = list(rows)
-        if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
-            raise InvalidRequest(f"concurrency: {concurrency!r} given; allowed: an integer of at least 1")
+        todo = rows_of(rows)
+        concurrency = integer("concurrency", concurrency, 1)
+        check_kind("resume", resume, (str, Path, NoneType), "a path")
+        if self._is_async:
+            self._check_no_loop("batch", "call it in a thread, as asyncio.to_thread does")
         driver = driver_of(engine)
         journal = Journal(resume, todo, program=f"{self.name}:{self._options.seed}") if resume is not None else None
         live: set[State] = set()
@@ -246,6 +275,11 @@ class Program(Generic[P, R, C]):
         self, engine: Runs, *, row: int | None = None, mailbox: Mailbox | None = None
     ) -> AbstractContextManager[State]:
         return root_state(engine, self._options, program=self.name, is_async=self._is_async, row=row, mailbox=mailbox)
+
+    def _check_no_loop(self, verb: str, instead: str) -> None:
+        """An event loop of its own can run here."""
+        if _in_event_loop():
+            raise StateMisuse(f"{verb}: an event loop runs here, and {self.name} is async; {instead}")
 
     async def _awaited(self, state: State, args: Any, kwargs: Any) -> R:
         value: Any = await self._called(state, args, kwargs)

@@ -15,8 +15,7 @@ from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, overload
 
-from radixrt.runtime import InvalidRequest
-
+from .checks import check_kind, integer, refuse
 from .content import Content
 from .events import BranchOpened
 from .failures import BranchCancelled, StateMisuse, annotate, plain_value
@@ -141,9 +140,7 @@ class Branches(Scope, Sequence[State]):
     """The branches of a scope, in order."""
 
     def __init__(self, parent: State, n: int) -> None:
-        if isinstance(n, bool) or not 0 <= n <= MAX_BRANCHES:
-            raise InvalidRequest(f"fork: {n!r} branches given; allowed: 0 to {MAX_BRANCHES}, or a sequence of items")
-        super().__init__(parent, n)
+        super().__init__(parent, integer("fork", n, 0, MAX_BRANCHES, or_else="a sequence of items, or "))
 
     def __enter__(self) -> Self:
         self._open()
@@ -153,7 +150,7 @@ class Branches(Scope, Sequence[State]):
         return self.__enter__()
 
     def __len__(self) -> int:
-        return len(self._states)
+        return self._n
 
     @overload
     def __getitem__(self, index: int) -> State: ...
@@ -162,6 +159,8 @@ class Branches(Scope, Sequence[State]):
     def __getitem__(self, index: slice) -> Sequence[State]: ...
 
     def __getitem__(self, index: int | slice) -> State | Sequence[State]:
+        if not self._states and self._n:
+            raise StateMisuse(f"branches: there are none yet, in {self._parent._where}; go into their scope by `with`")
         return self._states[index]
 
     def __setitem__(self, index: int, state: State) -> None:
@@ -189,6 +188,7 @@ class Branches(Scope, Sequence[State]):
         The first error cancels the other branches and is raised as itself. With "collect" nothing is cancelled, and
         each result is `Ok` or `Failed`.
         """
+        check_kind("map", function, Callable, "a function of a branch")
         return _map_all(self, self._states, function, on_error)
 
 
@@ -215,13 +215,14 @@ class ItemBranches(Branches, Generic[T]):
 
     def map(self, function: Callable[[State, T], Any], *, on_error: OnError = "raise") -> Any:
         """As `Branches.map`; the function gets the branch and its item."""
+        check_kind("map", function, Callable, "a function of a branch and its item")
         items = dict(zip(self._states, self.items, strict=True))
         return _map_all(self, self._states, lambda state: function(state, items[state]), on_error)
 
 
 def _map_all(scope: Scope, states: Sequence[State], function: Callable[[State], Any], on_error: OnError) -> Any:
     if on_error not in ("raise", "collect"):
-        raise InvalidRequest(f'on_error: {on_error!r} given; allowed: "raise" or "collect"')
+        refuse("on_error", on_error, '"raise" or "collect"')
     parent = scope._parent
     parent._check_open()
     if parent._scope is not scope:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from types import NoneType
 from typing import Any, Self, Unpack
 
+from .checks import check_kind, optional_integer
 from .failures import StateMisuse
 from .program import Options, Runs, root_state
 from .run import Cost, Sampling
@@ -18,10 +20,11 @@ class Session:
 
     def __init__(self, engine: Runs, *, system: str | None = None, ttl: int | None = None, **options: Any) -> None:
         """`ttl`: engine steps without a turn after which nothing is pinned any more. Further `Options` by name."""
+        check_kind("system", system, (str, NoneType), "a text")
         self._engine = engine
         self._system = system
-        self._ttl = ttl
-        self._options = Options(**options)
+        self._ttl = optional_integer("ttl", ttl, 1)
+        self._options = Options().changed(options)
         self._stack = ExitStack()
         self._state: State | None = None
         self._turn: tuple[Slot[str], Mark] | None = None  # the last reply, and where its turn began
@@ -87,12 +90,14 @@ class Session:
     def _open(self, *, is_async: bool) -> Self:
         if self._state is not None:
             raise StateMisuse("session: entered twice; make a new one")
-        root = root_state(self._engine, self._options, program="session", is_async=is_async)
-        self._state = self._stack.enter_context(root)
-        if self._system is not None:
-            with self._state.system():
-                self._state += self._system
-        self._state.pin(self._ttl)
+        with ExitStack() as stack:
+            root = root_state(self._engine, self._options, program="session", is_async=is_async)
+            self._state = stack.enter_context(root)
+            if self._system is not None:
+                with self._state.system():
+                    self._state += self._system
+            self._state.pin(self._ttl)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:

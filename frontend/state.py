@@ -5,12 +5,12 @@ Knows nothing of how programs are run or of who steps the engine.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, get_args, overload
 
 from radixrt.runtime import (
@@ -24,6 +24,7 @@ from radixrt.runtime import (
     Usage,
 )
 
+from .checks import check_kind, number, optional_integer, refuse
 from .choice import Choice
 from .content import Content, Said
 from .events import BranchClosed, Rewound, SlotReport, TextGiven, Where
@@ -101,6 +102,7 @@ class State:
 
         It is closed whatever ends the block; what the template puts behind it is written once more follows.
         """
+        check_kind("message", role, str, f"a role, such as {', '.join(get_args(Role))}")
         self._take_turn()
         content = self._content
         if content.is_open or (content.said is not None and not content.roles):
@@ -212,6 +214,7 @@ class State:
         """Something may be asked for now, and have this name."""
         self._take_turn()
         self._check_message()
+        check_kind("name", name, (str, NoneType), "a text, by which state[name] finds it")
         if name is not None and name in self._content.slots:
             raise StateMisuse(f"{verb}: {name!r} is the name of an earlier slot, in {self._where}; choose another")
 
@@ -225,7 +228,7 @@ class State:
     def _healed(self, boundary: Boundary) -> str:
         """The end of the text before a generation that it begins with anew."""
         if boundary not in get_args(Boundary):
-            raise InvalidRequest(f'boundary: {boundary!r} given; allowed: "raw", "heal" or "exact"')
+            refuse("boundary", boundary, '"raw", "heal" or "exact"')
         rest = "" if boundary == "raw" else self._content.healed(self._codec)[1]
         if rest and boundary == "exact":
             raise InvalidRequest(
@@ -298,9 +301,8 @@ class State:
         behind an option that "prefix_free" counts, by default the token that ends a sequence. Starts at once, as `gen`.
         """
         self._check_slot("choose", name)
-        is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-        if not (is_number and 0 <= temperature < math.inf):
-            raise InvalidRequest(f"temperature: {temperature!r} given; allowed: a finite number of at least 0")
+        temperature = number("temperature", temperature, 0)
+        check_kind("options", options, Iterable, "texts, or what `str` makes them of")
         values = list(options)
         with self._driver.lock:
             self._check_open()
@@ -384,9 +386,9 @@ class State:
         from .scope import Branches, ItemBranches  # scopes are made of states
 
         self._take_turn()
-        if isinstance(branches, int):
-            return Branches(self, branches)
-        return ItemBranches(self, list(branches))
+        if isinstance(branches, Iterable):
+            return ItemBranches(self, list(branches))
+        return Branches(self, branches)
 
     def scratch(self) -> Scratch:
         """A scope, `with` or `async with`, of one branch, which is thrown away when it closes."""
@@ -408,6 +410,7 @@ class State:
         The text is encoded anew and, wherever this state has gone on otherwise, computed anew, every token of it: KV
         depends on all that comes before. `adopt` computes nothing, but takes one branch alone.
         """
+        check_kind("splice", branch, State, "a branch of this state")
         self._take_turn()
         if branch._parent is not self:
             raise StateMisuse(f"splice: {branch!r} is no branch of {self!r}; splice those of its own scopes")
@@ -430,6 +433,7 @@ class State:
 
     def rewind(self, mark: Mark) -> None:
         """Be as at the mark. Computes nothing; what is generated then is drawn anew."""
+        check_kind("rewind", mark, Mark, "what mark() of this state returned")
         self._take_turn()
         if mark._state is not self:
             raise StateMisuse(f"rewind: to the mark of another state, in {self._where}")
@@ -508,6 +512,7 @@ class State:
     def pin(self, ttl: int | None = None) -> None:
         """From now on keep what the cache has of this state, anew behind each generation: until it closes or for `ttl`
         engine steps without one. Computes nothing; where the engine's `pin_budget` is used up, nothing is kept."""
+        ttl = optional_integer("ttl", ttl, 1)
         self._take_turn()
         with self._driver.lock:
             self._check_open()

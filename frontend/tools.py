@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from functools import lru_cache
 from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
@@ -51,13 +51,17 @@ def tool(function: Callable[P, R]) -> Tool[P, R]:
     InvalidRequest for a parameter without a type, or that has no name of its own.
     """
     name = getattr(function, "__name__", "")
-    if not name.isidentifier():
+    if not callable(function) or not name.isidentifier():
         raise InvalidRequest(f"tool: {function!r} given; allowed: a function with a name")
     try:
         hints = get_type_hints(function, include_extras=True)
     except NameError as error:
         raise InvalidRequest(f"tool {name}: its annotations name {error.name!r}, which is not known") from error
-    fields = [_field(name, parameter, hints) for parameter in inspect.signature(function).parameters.values()]
+    try:
+        signature = inspect.signature(function)
+    except ValueError as error:
+        raise InvalidRequest(f"tool {name}: its parameters are not known; write a function that calls it") from error
+    fields = [_field(name, parameter, hints) for parameter in signature.parameters.values()]
     parameters = adapter_of(make_dataclass(name, fields, kw_only=True))
     return Tool(function, name, inspect.getdoc(function) or "", parameters)
 
@@ -125,7 +129,12 @@ def form_of_turn(tools: Sequence[AnyTool], answer: object) -> Form[Call | Answer
 
     InvalidRequest where there are no tools, two of one name, or types that cannot be enforced.
     """
-    return _turn(_checked(tools), answer)
+    given = _checked(tools)
+    try:
+        hash(answer)
+    except TypeError:
+        return _turn.__wrapped__(given, answer)
+    return _turn(given, answer)
 
 
 @lru_cache(maxsize=64)
@@ -159,16 +168,15 @@ def _turn(tools: tuple[AnyTool, ...], answer: Any) -> Form[Call | Answer[Any]]:
 def _checked(tools: Sequence[AnyTool]) -> tuple[AnyTool, ...]:
     if isinstance(tools, str) or not isinstance(tools, Sequence) or not tools:
         raise InvalidRequest(f"tools: {tools!r} given; allowed: a sequence of at least one function")
+    for one in tools:
+        if not isinstance(one, Hashable) or not callable(one):
+            raise InvalidRequest(f"tools: {one!r} given; allowed: functions, or what rx.tool makes of them")
     return tuple(tools)
 
 
 @lru_cache(maxsize=256)
 def _tool_of(function: AnyTool) -> Tool[..., Any]:
-    if isinstance(function, Tool):
-        return function
-    if not callable(function):
-        raise InvalidRequest(f"tools: {function!r} given; allowed: functions, or what rx.tool makes of them")
-    return tool(function)
+    return function if isinstance(function, Tool) else tool(function)
 
 
 def _object(**properties: Any) -> dict[str, Any]:

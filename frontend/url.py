@@ -33,6 +33,7 @@ from radixrt.runtime import (
 
 from .answer import Answer, Count, holds
 from .backend import Asked
+from .checks import optional_integer
 from .codec import Codec
 from .dialect import Body, Dialect
 from .failures import ServerError
@@ -312,8 +313,7 @@ def connect(
     """
     counts = (("validate_and_retry", validate_and_retry, 1), ("concurrency", concurrency, 1))
     for name, value, low in (*counts, ("num_retries", num_retries, 0)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-            raise InvalidRequest(f"{name}: {value!r} given; allowed: an integer of at least {low}")
+        optional_integer(name, value, low)
     own = load_tokenizer(tokenizer) if tokenizer is not None else None
     wire = Wire(url, api_key=api_key, timeout=timeout, num_retries=num_retries, num_open=concurrency)
     return UrlBackend(wire, model=model, own=own, num_tries=validate_and_retry)

@@ -6,18 +6,20 @@ where the model puts one. Everything else is JSON, as pydantic describes it.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
 import reprlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
-from pydantic import PydanticUndefinedAnnotation, PydanticUserError, TypeAdapter
+from pydantic import BaseModel, PydanticUndefinedAnnotation, PydanticUserError, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import SchemaError
 
 from radixrt.runtime import Grammar, InvalidRequest
 
@@ -148,9 +150,11 @@ def _structured(kind: object) -> Form[Any]:
 
 def adapter_of(kind: Any) -> TypeAdapter[Any]:
     """pydantic's reader of a type. InvalidRequest for what is none."""
+    if isinstance(kind, Grammar | Mapping) or inspect.isroutine(kind):
+        raise InvalidRequest(f"{name_of(kind)}: given as a type; allowed: a type (`gen` alone takes a Grammar too)")
     try:
         return TypeAdapter(kind)
-    except (PydanticUserError, PydanticUndefinedAnnotation, RecursionError) as error:
+    except (PydanticUserError, PydanticUndefinedAnnotation, SchemaError, RecursionError) as error:
         raise InvalidRequest(f"{name_of(kind)}: given as a type; {_first_line(error)}") from error
 
 
@@ -184,9 +188,13 @@ class ExactSchema(GenerateJsonSchema):
         return False
 
     def model_schema(self, schema: Any) -> JsonSchemaValue:
+        if schema["cls"] is BaseModel:
+            self.handle_invalid_for_json_schema(schema, "BaseModel itself, which has no fields; name a class of it")
         return _closed(super().model_schema(schema))
 
     def dataclass_schema(self, schema: Any) -> JsonSchemaValue:
+        if schema["cls"] is Grammar:
+            self.handle_invalid_for_json_schema(schema, "a Grammar, which is no type; give one to gen")
         return _closed(super().dataclass_schema(schema))
 
     def typed_dict_schema(self, schema: Any) -> JsonSchemaValue:
@@ -219,6 +227,14 @@ class ExactSchema(GenerateJsonSchema):
         self._refuse(schema, *_BOUNDS)
         return _text(_DURATION)
 
+    def is_subclass_schema(self, schema: Any) -> JsonSchemaValue:
+        return self.handle_invalid_for_json_schema(schema, "classes, which no text is")
+
+    def enum_schema(self, schema: Any) -> JsonSchemaValue:
+        if not schema["members"]:
+            self.handle_invalid_for_json_schema(schema, "an Enum without members")
+        return super().enum_schema(schema)
+
     def complex_schema(self, schema: Any) -> JsonSchemaValue:
         return self.handle_invalid_for_json_schema(schema, "complex numbers")
 
@@ -249,4 +265,6 @@ def shown(text: str) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    """What it says, but for how pydantic announces that."""
+    first, _, rest = str(error).strip().partition("\n")
+    return first if not isinstance(error, SchemaError) else " ".join(rest.split())
