@@ -6,7 +6,7 @@ Streams, traces, OpenTelemetry and the progress of batches are observers, and no
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from radixrt.runtime import Explanation, Usage
@@ -92,7 +92,8 @@ class TextDelta:
 class SlotEnded:
     """`error` is what the slot raises where it has no value, `text` then what had come.
 
-    `usage` is None where the request has no output: it was cancelled, or a step failed.
+    `usage` is None where the request has no output: it was cancelled, or a step failed. `grammar_seconds` is how long
+    the engine waited for the slot's grammar (`runtime.Choice`), 0 where there is none or no output.
     """
 
     where: Where
@@ -102,6 +103,7 @@ class SlotEnded:
     finish: Fate
     usage: Usage | None
     error: BaseException | None
+    grammar_seconds: float = field(default=0.0, compare=False)  # equal runs differ in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +150,27 @@ class SlotReport:
             self._told += text
             self.tell(TextDelta(**self._which(), text=text))
 
-    def ended(self, text: str | None, fate: Fate, usage: Usage | None, error: BaseException | None) -> None:
+    def ended(
+        self,
+        text: str | None,
+        fate: Fate,
+        usage: Usage | None,
+        error: BaseException | None,
+        *,
+        grammar_seconds: float = 0.0,
+    ) -> None:
         """`text`: all of it, None where the slot failed. What had been held back comes as a last delta."""
         self.text(text[len(self._told) :] if text is not None else "")
-        self.tell(SlotEnded(**self._which(), text=self._told, finish=fate, usage=usage, error=error))
+        self.tell(
+            SlotEnded(
+                **self._which(),
+                text=self._told,
+                finish=fate,
+                usage=usage,
+                error=error,
+                grammar_seconds=grammar_seconds,
+            )
+        )
 
     def _which(self) -> Any:
         return {"where": self.where, "number": self.number, "name": self.name}

@@ -101,4 +101,5 @@ def _attributes(event: SlotEnded) -> dict[str, Any]:
             GEN_AI["written"]: usage.computed_tokens,
             GEN_AI["completion"]: usage.completion_tokens,
         }
-    return counts | {GEN_AI["finish"]: [event.finish]}
+    measured = {"radixrt.grammar.seconds": event.grammar_seconds} if event.grammar_seconds else {}
+    return counts | measured | {GEN_AI["finish"]: [event.finish]}

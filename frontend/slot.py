@@ -154,7 +154,9 @@ class Slot(Generic[T_co]):
             fate: Fate = "cancelled" if self._was_cancelled else "error"
             if choice is not None:
                 fate = "stop" if choice.finish_reason == "stop" else "length"
-            self._report.ended(choice.text if choice is not None else None, fate, self._usage, self._error)
+            text = choice.text if choice is not None else None
+            seconds = outcome.choices[0].grammar_seconds if isinstance(outcome, Output) else 0.0
+            self._report.ended(text, fate, self._usage, self._error, grammar_seconds=seconds)
         return choice
 
     def _taken(self, outcome: Output | BaseException) -> Choice | None:

@@ -33,7 +33,7 @@ from .events import (
     TextGiven,
 )
 
-VERSION = 1
+VERSION = 2
 BranchPath = tuple[int, ...]
 
 
@@ -76,7 +76,8 @@ class BranchSpan:
 class SlotSpan:
     """One generation. `first` is when text first came of it; `explanation` what the cache had when it was asked for.
 
-    What started together may be cached beyond that: usage counts what others of the same step computed.
+    What started together may be cached beyond that: usage counts what others of the same step computed. Of the time
+    from `started` to `ended` the engine waited `grammar_seconds` for the slot's grammar; 0 where it has none.
     """
 
     order: int
@@ -89,6 +90,7 @@ class SlotSpan:
     error: str | None
     usage: Usage | None
     explanation: Explanation | None
+    grammar_seconds: float
     started: float
     first: float | None
     ended: float
@@ -208,6 +210,7 @@ class TraceWriter:
             error=_said(ended.error),
             usage=ended.usage,
             explanation=begun.explanation,
+            grammar_seconds=ended.grammar_seconds,
             started=started,
             first=self._first.pop(which, None),
             ended=now,

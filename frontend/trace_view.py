@@ -19,6 +19,7 @@ from .trace import BranchPath, BranchSpan, RewindSpan, RunTrace, SlotSpan, Span,
 
 BAR = 16  # cells, for the longest prompt of a run
 _CACHED, _COMPUTED = "░", "█"  # told apart without colours too
+_COLUMNS = ("prompt", "cached", "computed", "out", "s", "grammar s", "")  # of a slot; the last is a note
 _STYLES = {"cached": "green", "computed": "yellow", "given": "dim", "slot": "bold", "error": "red"}
 
 
@@ -103,9 +104,11 @@ def _body(run: RunTrace, width: int) -> Iterator[Text]:
     lines = [(_label(guide, item, width), item) for guide, item in _lines(_tree(run))]
     rows = [_columns(item, longest) for _, item in lines if isinstance(item, SlotSpan)]
     total = _numbers(_cost([run]))
-    names = [Text(name, style="dim") for name in ("prompt", "cached", "computed", "out", "s", "")]
-    cells = [names, *rows, [Text(""), *total, Text(""), Text("")]]
-    shown = [column for column in range(6) if column or width >= 72]  # a narrow terminal has no room for bars
+    names = [Text(name, style="dim") for name in _COLUMNS]
+    cells = [names, *rows, [Text(""), *total, Text(""), Text(""), Text("")]]
+    hidden = {"prompt"} if width < 72 else set()  # a narrow terminal has no room for bars
+    hidden |= {"grammar s"} if not any(slot.grammar_seconds for slot in run.slots) else set()
+    shown = [column for column, name in enumerate(_COLUMNS) if name not in hidden]
     widths = {column: max(row[column].cell_len for row in cells) for column in shown}
     room = width - sum(widths.values()) - len(shown)
     behind = iter(_joined(row, widths) for row in cells)
@@ -135,7 +138,7 @@ def _joined(row: list[Text], widths: dict[int, int]) -> Text:
     text = Text()
     for column, width in widths.items():
         cell = row[column].copy()
-        cell.align("left" if column in (0, 5) else "right", width)
+        cell.align("left" if column in (0, len(_COLUMNS) - 1) else "right", width)
         text.append(" ").append_text(cell)
     return text
 
@@ -169,9 +172,10 @@ def _label(guide: str, item: Span | _Branch, width: int) -> Text:
 
 
 def _columns(slot: SlotSpan, longest: int) -> list[Text]:
-    """Bar, cached, computed, generated, seconds, and a note."""
+    """What `_COLUMNS` names, and a note."""
     cost = _numbers(Cost().plus(slot.usage)) if slot.usage is not None else [Text("")] * 3
-    return [_bar(slot, longest), *cost, Text(f"{slot.ended - slot.started:.2f}"), _note(slot)]
+    seconds = [f"{slot.ended - slot.started:.2f}", f"{slot.grammar_seconds:.3f}" if slot.grammar_seconds else ""]
+    return [_bar(slot, longest), *cost, *map(Text, seconds), _note(slot)]
 
 
 def _bar(slot: SlotSpan, longest: int) -> Text:

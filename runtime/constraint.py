@@ -6,7 +6,8 @@ Knows nothing of queues, pages or logits.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from time import perf_counter
 from weakref import WeakSet
 
 import numpy as np
@@ -87,6 +88,7 @@ class Constraint:
         "forced",
         "is_complete",
         "matcher",
+        "seconds",
     )
 
     def __init__(
@@ -97,6 +99,7 @@ class Constraint:
         self.is_complete = False  # the text is one of the grammar's, and nothing can be added
         self.forced: int | None = None  # the only token that may come next, where the text may not end
         self.error: str | None = None  # why it cannot be followed further
+        self.seconds = 0.0  # what `Grammars` took for it
         self._allowed: BoolArray | None = None
         self._continuing: BoolArray | None = None
         self._compiled = compiled
@@ -174,11 +177,19 @@ class Grammars:
     """Compiles grammars for one engine's tokenizer and keeps the latest, those in use whatever their number.
 
     Nothing is built until the first grammar comes; the vocabulary then takes 0.7 s for 50,000 ids, once.
+
+    `clock` counts seconds, or says None where it fails, and decides nothing. `Constraint.seconds` are those that
+    its caller waited: at the start for all that it took, and at each look for a share of what the look at several took
+    together, as much for each. So they add up, on however many threads masks are found. Taking a token (2 us) is not
+    counted.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, clock: Callable[[], float | None] = perf_counter
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._clock = clock
         self._environment: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()  # the latest used last
@@ -191,6 +202,7 @@ class Grammars:
         InvalidRequest where the grammar cannot be compiled for this vocabulary, allows no token, or does not go on
         after these.
         """
+        begun = self._clock()
         compiled = self._compile(grammar)
         first = Constraint(compiled, compiled.matcher.deep_copy(), ending_ids, ends_on_any=ends_on_any)
         constraint = first.rebuilt(token_ids)
@@ -201,6 +213,7 @@ class Grammars:
         if constraint is None or constraint.is_complete:
             what = f"the {len(token_ids)} tokens so far" if token_ids else "the empty text"
             raise InvalidRequest(f"grammar: {grammar.kind} given that does not go on after {what}; give another")
+        constraint.seconds = self._since(begun)
         return constraint
 
     def look(self, constraints: Iterable[Constraint]) -> None:
@@ -209,6 +222,9 @@ class Grammars:
         About 0.1 ms each for 50,000 ids; limits bound the worst at some 10 ms.
         """
         unseen = [constraint for constraint in constraints if not constraint.is_seen]
+        if not unseen:
+            return
+        begun = self._clock()
         masks = np.zeros((len(unseen), self._vocab_size // 32 + 1), np.int32)
         num_threads = torch.get_num_threads()
         if len(unseen) > 1 and num_threads > 1:
@@ -221,6 +237,14 @@ class Grammars:
                 constraint.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         for constraint, mask in zip(unseen, masks, strict=True):
             constraint.see(mask)
+        share = self._since(begun) / len(unseen)
+        for constraint in unseen:
+            constraint.seconds += share
+
+    def _since(self, begun: float | None) -> float:
+        """Seconds; none where the clock failed, or went back."""
+        now = self._clock() if begun is not None else None
+        return max(0.0, now - begun) if now is not None and begun is not None else 0.0
 
     def _compile(self, grammar: Grammar) -> _Compiled:
         """The compiled grammar, which becomes the latest used; the oldest go that nobody follows."""

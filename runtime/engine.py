@@ -24,7 +24,7 @@ from .errors import InvalidRequest
 from .intake import Intake
 from .loading import load_model
 from .loop import Loop
-from .meter import Waits
+from .meter import Meter, Waits
 from .model import Model
 from .outputs import Event, FinishEvent, Handle, Output, Score
 from .params import BeamParams, Params, SamplingParams, ScoreParams
@@ -103,11 +103,12 @@ class Engine:
             raise InvalidRequest(
                 f"kv_memory: a pool of {num_pages + num_host_pages} pages cannot be allocated: {error}"
             ) from error
-        grammars = Grammars(self.tokenizer, self.model.vocab_size)
+        meter = Meter(clock)
+        grammars = Grammars(self.tokenizer, self.model.vocab_size, meter.now)
         self._intake = Intake(
             self.model, self.tokenizer, grammars, seed=config.seed, num_pages=num_pages, page_size=config.page_size
         )
-        self._loop = Loop(self.model, self.config, grammars, self._recorder, clock)
+        self._loop = Loop(self.model, self.config, grammars, self._recorder, meter)
         self._closed = False
         self._recorder.start(self.model, self.config)
 

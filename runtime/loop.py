@@ -6,7 +6,7 @@ Knows nothing of what a caller may ask: requests come checked. One thread; a clo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,7 @@ class Loop:
         config: EngineConfig,
         grammars: Grammars,
         recorder: Recorder,
-        clock: Callable[[], float],
+        meter: Meter,
     ) -> None:
         """`config` with its number of pages resolved, and the model's pool allocated."""
         assert config.num_pages is not None, "the pool's size was resolved"
@@ -56,7 +56,7 @@ class Loop:
         self._freed: list[int] = []  # since the last step, for the record
         self.cache = self._new_cache()
         self.counters = Counters()
-        self.meter = Meter(clock)
+        self.meter = meter
         self.pins = Pins(self.cache)
         store = LogprobStore(config.num_pages + (config.num_host_pages or 0), config.page_size)
         self.scorer = Scorer(store)
@@ -348,7 +348,7 @@ class Loop:
         self._leave(sequence, reason)
         self._liveness.ended(sequence)
         self.meter.ended(sequence)
-        sequence.constraint = None  # it holds memory; a fork follows the grammar anew
+        sequence.follow(None)  # a constraint holds memory; a fork follows the grammar anew
         text = sequence.detokenizer.flush() if sequence.detokenizer is not None else ""
         sequence.note(text, None)
         for choice in request.end(sequence, reason, error):

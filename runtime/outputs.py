@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -51,7 +51,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One continuation. `error` says what went wrong where `finish_reason` is "error"; beam search gives a `score`."""
+    """One continuation. `error` says what went wrong where `finish_reason` is "error"; beam search gives a `score`.
+
+    `grammar_seconds`: how long the engine waited for its grammar, of waits that others share its part: compiling, where
+    it was new, and finding what may come next. A measure of the machine, so that equal choices may differ in it.
+    """
 
     index: int
     text: str
@@ -61,6 +65,7 @@ class Choice:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
     score: float | None = None
+    grammar_seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

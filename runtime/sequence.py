@@ -73,6 +73,7 @@ class Sequence:
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     forced: list[int] = field(default_factory=list)  # positions of tokens that a grammar left no choice of
+    grammar_seconds: float = 0.0  # what constraints took that it does not follow any more
 
     @property
     def number(self) -> int:
@@ -181,7 +182,13 @@ class Sequence:
         self.limits_start = self.num_tokens - num_tokens
         self.max_len = min(self.max_len, self.limits_start + self.params.max_tokens)
         if self.params.grammar is None:
-            self.constraint = None  # it held the prefix
+            self.follow(None)  # it held the prefix
+
+    def follow(self, constraint: Constraint | None) -> None:
+        """Go on in a grammar from this place, or freely."""
+        if self.constraint is not None:
+            self.grammar_seconds += self.constraint.seconds
+        self.constraint = constraint
 
     def reach(self, stop: int) -> None:
         """`[0, stop)` was computed or found, and counted."""
@@ -206,7 +213,7 @@ class Sequence:
         self.high_water = min(self.high_water, num_tokens)
         self.texts = tuple(text for text in self.texts if text[0] <= num_tokens)
         if self.constraint is not None:
-            self.constraint = self.constraint.rebuilt(self.tokens[self.grammar_start(num_tokens) :].tolist())
+            self.follow(self.constraint.rebuilt(self.tokens[self.grammar_start(num_tokens) :].tolist()))
         self.text = []
         if self.first_detokenizer is not None:
             self.detokenizer = self.first_detokenizer.copy()
@@ -262,6 +269,7 @@ class Sequence:
             text=[],
             logprobs=[],
             forced=self.forced.copy(),
+            grammar_seconds=0.0,
         )
 
     def sampler_row(self, path: tuple[int, ...], eos_token_ids: frozenset[int]) -> SamplerRow:
@@ -291,6 +299,7 @@ class Sequence:
             forced=tuple(at - self.output_start for at in self.forced if at >= self.output_start),
             logprobs=tuple(self.logprobs) if with_logprobs else None,
             error=error,
+            grammar_seconds=self.grammar_seconds,
         )
 
 

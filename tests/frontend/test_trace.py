@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,27 @@ def test_a_trace_reads_back_what_the_run_told(make_engine: MakeEngine, tmp_path:
     assert texts == [event.text for event in told if isinstance(event, ev.TextGiven)]
     branches = {span.path: span.adopted for span in run.spans if isinstance(span, BranchSpan)}
     assert branches == {(0,): False, (1,): True}
+
+
+def test_a_trace_tells_the_time_of_grammars_where_one_was_used(make_engine: MakeEngine, tmp_path: Path) -> None:
+    @rx.program
+    def ask(s: rx.State, kind: type[Any]) -> Any:
+        s += "how many? "
+        return s.gen(kind, name="it", max_tokens=8).value
+
+    told = list[Any]()
+    traced = ask.options(trace=tmp_path / "t", observers=[lambda: Kept(told)])
+    engine = make_engine(clock=map(float, itertools.count()).__next__)
+    for kind in (bool, str):
+        traced.run(engine, kind)
+    held, free = ([slot] for run in rx.load_trace(tmp_path / "t").runs for slot in run.slots)
+    seconds = [event.grammar_seconds for event in told if isinstance(event, ev.SlotEnded)]
+    assert [slot.grammar_seconds for slot in (*held, *free)] == seconds
+    assert seconds[0] >= 3 > seconds[1] == 0, "a start takes three"
+    first, second = as_text(rx.load_trace(tmp_path / "t")).split("\n\n")[:2]
+    assert "grammar s" in first
+    assert f" {seconds[0]:.3f}" in first
+    assert "grammar s" not in second
 
 
 def test_a_trace_adds_up_to_the_cost(engine: Engine, tmp_path: Path) -> None:
@@ -252,7 +274,7 @@ def test_a_file_that_was_cut_off_is_read_and_added_to(engine: Engine, tmp_path: 
         (b'"kind": "slot"', b'"kind": "thing"', "line 4"),
         (b'{"run"', b'{"run', "line 2"),
         (b'"kind": "run"', b'"kind": "end"', "line 2"),
-        (b'"radixrt_trace": 1', b'"radixrt_trace": 2', "version 2"),
+        (b'"radixrt_trace": 2', b'"radixrt_trace": 1', "version 1"),
         (b'{"radixrt_trace"', b'{"trace"', "is no trace"),
     ],
 )

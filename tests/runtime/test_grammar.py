@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -18,7 +19,7 @@ from radixrt.runtime.constraint import MAX_COMPILED, Constraint, Grammars
 from radixrt.runtime.intake import branch_pages
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
-from .conftest import MakeEngine, audit
+from .conftest import MakeEngine, audit, finish
 
 EOS = 256
 # What makes random texts end: quotes, closing brackets, the end itself.
@@ -453,6 +454,36 @@ def test_best_of_and_logprobs_are_raw(make_engine: MakeEngine) -> None:
         assert any(token.sampled not in token.top for token in choice.logprobs)  # others were more probable
     sums = [sum(token.sampled.logprob for token in choice.logprobs or ()) for choice in output.choices]
     assert sums == sorted(sums, reverse=True)
+
+
+def test_time_of_grammars_is_told_and_adds_up(make_engine: MakeEngine) -> None:
+    """On a clock that ticks at each reading: a start takes three ticks, and a look one that its sequences share."""
+    engine = make_engine(clock=map(float, itertools.count()).__next__)
+    held = SamplingParams(grammar=Grammar.regex("[ab]{6}"), max_tokens=8)
+    first, second, free = engine.generate([[1, 2], [1, 2]], held) + engine.generate(
+        [[1, 2]], SamplingParams(max_tokens=8)
+    )
+    assert [output.choices[0].grammar_seconds for output in (first, second, free)] == [3 + 6 / 2, 3 + 6 / 2, 0]
+
+    parent = engine.submit([1, 2], held)
+    engine.step()
+    engine.step()
+    [child] = engine.fork(parent)
+    engine.step()
+    engine.truncate(parent, 3)  # which looks once more, and then samples two tokens anew beside the child's last three
+    ended = finish(engine)
+    assert ended[parent].choices[0].grammar_seconds == 3 + 2 + 1 / 2 + 1 + 3 / 2 + 2
+    assert ended[child].choices[0].grammar_seconds == 3 + 1 / 2 + 3 / 2
+
+
+def test_a_clock_that_fails_tells_no_time_of_grammars(make_engine: MakeEngine) -> None:
+    def broken() -> float:
+        raise OSError("no clock here")
+
+    for clock in (broken, map(float, itertools.count(0, -1)).__next__):
+        engine = make_engine(clock=clock)
+        [output] = engine.generate([[1, 2]], SamplingParams(grammar=Grammar.regex("[ab]{6}")))
+        assert output.choices[0].grammar_seconds == 0
 
 
 def test_compiled_grammars_are_bounded_and_none_in_use_goes() -> None:
