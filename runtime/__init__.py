@@ -5,7 +5,7 @@ from radixrt.radix import Explanation, RadixrtError
 from .config import EngineConfig
 from .counting import Counters, trie_size
 from .engine import Engine, EngineStats
-from .errors import InvalidRequest, ModelError
+from .errors import InvalidRequest, ModelError, RecordError
 from .fences import Fence
 from .geometry import KVGeometry
 from .grammar import Grammar
@@ -58,6 +58,7 @@ __all__ = [
     "Params",
     "PinnedPrefix",
     "RadixrtError",
+    "RecordError",
     "Replay",
     "SamplingParams",
     "Score",

@@ -42,10 +42,6 @@ class Admission:
         self._counters = counters
         self._scorer = scorer
         self._schedule = schedule
-        self.start_over(cache)
-
-    def start_over(self, cache: RadixCache) -> None:
-        """Serve a fresh cache: nothing is on its way."""
         self._cache = cache
         self._fetching: dict[Sequence, tuple[Transfer, ...]] = {}  # what was begun for the admission of waiting ones
         self._room_in_vain: int | None = None  # pages into which nobody who waits fitted; None: somebody might

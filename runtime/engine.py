@@ -5,7 +5,7 @@ Knows nothing of sockets, threads or clocks. It checks and records what is asked
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as AnySequence
+from collections.abc import Callable, Iterable, Sequence as AnySequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -68,7 +68,8 @@ class Engine:
     prompt and its parameters changes an answer, to the bit; by default it holds wherever model and machine allow it.
     `threads` are torch's, in the whole process. `clock` gives seconds, for `stats` and for what pages cost to move to
     host memory. Further settings: `EngineConfig`.
-    Not thread-safe; a caller with threads gives the engine one of its own.
+    Not thread-safe; a caller with threads gives the engine one of its own. An interrupt in the middle of an operation
+    costs what lives and is cached at most: the next operation finds it and begins anew (docs/life-of-a-request.md).
     """
 
     def __init__(
@@ -129,14 +130,30 @@ class Engine:
         keeping once it has ended: "all", the "prompt" without what was generated, or "none" of what it added. What
         other requests own stays.
         """
+        return self._submit(prompt, params, namespace, priority, cache)
+
+    def _submit(
+        self,
+        prompt: Any,
+        params: Params | None,
+        namespace: str,
+        priority: int,
+        cache: CacheUse,
+        stream: EventStream | None = None,
+    ) -> Handle:
+        """With a stream its events go there alone: then nothing lives that is in none, whatever interrupts this."""
         self._require_open()
         params = params if params is not None else SamplingParams()
         handle = self._loop.requests.next_handle()
         request = self._intake.request(handle, prompt, params, namespace=namespace, priority=priority, cache=cache)
         tokens, origin = request.branches[0].tokens.tolist(), {"priority": priority, "cache": cache}
-        self._recorder.write("submit", tokens=tokens, params=params.to_dict(), namespace=namespace, **origin)
-        self._loop.start(request)
-        return handle
+        with self._loop.changing("submit"):
+            self._recorder.write("submit", tokens=tokens, params=params.to_dict(), namespace=namespace, **origin)
+            if stream is not None:
+                stream.unfinished.add(handle)
+                self._loop.send_to(stream.mailbox, handle)
+            self._loop.start(request)
+            return handle
 
     def fork(
         self,
@@ -166,8 +183,9 @@ class Engine:
         extra = self._intake.tokens(text).tolist() if text is not None else None
         self._intake.check_fork(request, choice, params, at=at, extra_len=len(extra or ()))
         given, where = params.to_dict() if params is not None else None, {"text": extra, "choice": choice, "at": at}
-        self._recorder.write("fork", parent=handle.number, n=n, params=given, **where)
-        return [self._fork(request, choice, params, at, extra) for _ in range(n)]
+        with self._loop.changing("fork"):
+            self._recorder.write("fork", parent=handle.number, n=n, params=given, **where)
+            return [self._fork(request, choice, params, at, extra) for _ in range(n)]
 
     def _fork(self, request: Request, choice: int, params: Params | None, at: int, extra: list[int] | None) -> Handle:
         handle = self._loop.requests.next_handle()
@@ -179,10 +197,12 @@ class Engine:
 
     def abort(self, handle: Handle) -> None:
         """End a request in whatever state; its last events come with the next step. Once it has ended, a no-op."""
+        self._loop.mend()
         request = self._loop.requests.live(handle)
-        self._recorder.write("abort", number=handle.number)
-        if request is not None:
-            self._loop.abort(request)
+        with self._loop.changing("abort"):
+            self._recorder.write("abort", number=handle.number)
+            if request is not None:
+                self._loop.abort(request)
 
     def release(self, handle: Handle) -> None:
         """Say that a request will not be used again, which aborts it if it lives. Twice is fine.
@@ -191,11 +211,13 @@ class Engine:
         from, unless another request that was not released owns it. What callers gave stays, where it does not follow
         that.
         """
+        self._loop.mend()
         live = self._loop.requests.live(handle)
-        self._recorder.write("release", number=handle.number)
-        if live is not None:
-            self._loop.abort(live)
-        self._loop.release(handle)
+        with self._loop.changing("release"):
+            self._recorder.write("release", number=handle.number)
+            if live is not None:
+                self._loop.abort(live)
+            self._loop.release(handle)
 
     def truncate(self, handle: Handle, num_tokens: int, *, choice: int = 0) -> None:
         """Keep `num_tokens` tokens of a choice, prompt included, as if what follows had not been sampled: no cost.
@@ -209,8 +231,9 @@ class Engine:
         if sequence.params.prefix:
             raise InvalidRequest(f"truncate: request {handle.number} has a prefix; fork it (at=)")
         num_tokens = integer("num_tokens", num_tokens, sequence.output_start, sequence.num_tokens)
-        self._recorder.write("truncate", number=handle.number, num_tokens=num_tokens, choice=choice)
-        self._loop.truncate(sequence, num_tokens)
+        with self._loop.changing("truncate"):
+            self._recorder.write("truncate", number=handle.number, num_tokens=num_tokens, choice=choice)
+            self._loop.truncate(sequence, num_tokens)
 
     def adopt(self, handle: Handle, branch: Handle, *, choice: int = 0, branch_choice: int = 0) -> None:
         """Let a choice that ended own the tokens of one of its forks, as if it had gone on so. Frees the fork's handle.
@@ -238,8 +261,9 @@ class Engine:
         if len(request.branches) < len(request.paths):
             raise InvalidRequest(f"adopt: request {handle.number} ended before its choices differed; fork it instead")
         choices = {"choice": choice, "branch_choice": branch_choice}
-        self._recorder.write("adopt", number=handle.number, branch=branch.number, **choices)
-        self._loop.adopt(sequence, branch, adopted)
+        with self._loop.changing("adopt"):
+            self._recorder.write("adopt", number=handle.number, branch=branch.number, **choices)
+            self._loop.adopt(sequence, branch, adopted)
 
     def pin(self, prompt: str | list[int], namespace: str = "", *, ttl: int | None = None) -> PinnedPrefix:
         """Keep the whole pages that the cache has of a prompt, for `ttl` steps or until `unpin`.
@@ -251,15 +275,19 @@ class Engine:
         self._require_open()
         tokens = self._intake.tokens(prompt)
         ends = None if ttl is None else self._loop.step + integer("ttl", ttl, 1, MAX_TTL)
-        pinned = self._loop.pins.pin(tokens, checked_namespace(namespace), ends)
-        self._recorder.write("pin", tokens=tokens.tolist(), namespace=namespace, ttl=ttl)
-        return pinned
+        namespace = checked_namespace(namespace)
+        with self._loop.changing("pin"):
+            pinned = self._loop.pins.pin(tokens, namespace, ends)
+            self._recorder.write("pin", tokens=tokens.tolist(), namespace=namespace, ttl=ttl)
+            return pinned
 
     def unpin(self, pinned: PinnedPrefix) -> None:
         """End a pin. One that has ended already is no error."""
         self._require_open()
-        self._loop.pins.unpin(instance("pinned", pinned, PinnedPrefix, "what pin returned"))
-        self._recorder.write("unpin", number=pinned.number)
+        pinned = instance("pinned", pinned, PinnedPrefix, "what pin returned")
+        with self._loop.changing("unpin"):
+            self._loop.pins.unpin(pinned)
+            self._recorder.write("unpin", number=pinned.number)
 
     def generate(
         self,
@@ -314,7 +342,7 @@ class Engine:
     ) -> list[Output]:
         with self._new_stream() as stream:
             handles = [
-                self._send_to(stream, self.submit(prompt, given, namespace, priority=priority, cache=cache))
+                self._submit(prompt, given, namespace, priority, cache, stream)
                 for prompt, given in zip(prompts, params, strict=True)
             ]
             outputs = {event.handle: event.output for event in stream if isinstance(event, FinishEvent)}
@@ -331,29 +359,30 @@ class Engine:
     ) -> EventStream:
         """Submit now; the events of the request as they come, FinishEvent last. Closing the stream early aborts it."""
         stream = self._new_stream()
-        self._send_to(stream, self.submit(prompt, params, namespace, priority=priority, cache=cache))
+        self._submit(prompt, params, namespace, priority, cache, stream)
         return stream
 
     def step(self) -> list[Event]:
         """Run the model once for whatever waits or runs; the events since the last step, in order.
 
         Events of requests that `generate` or `stream` started go there. If the model is interrupted, the engine is as
-        before the step; if planning is, it has forgotten its cache, and no answer.
+        before the step.
         """
         self._advance()
         return self._loop.take_events()
 
     def _advance(self) -> None:
         self._require_open()
-        self._loop.advance()
+        with self._loop.changing("a step"):
+            self._loop.advance()
 
     def _new_stream(self) -> EventStream:
-        return EventStream(self._advance, self._loop.abandon, self._loop.forsaken)
+        return EventStream(self._advance, self._abandon, self._loop.forsaken)
 
-    def _send_to(self, stream: EventStream, handle: Handle) -> Handle:
-        stream.unfinished.add(handle)
-        self._loop.send_to(stream.mailbox, handle)
-        return handle
+    def _abandon(self, handles: Iterable[Handle]) -> None:
+        self._loop.mend()
+        with self._loop.changing("the end of a stream"):
+            self._loop.abandon(handles)
 
     def _branch(self, handle: Handle, choice: int, name: str = "") -> tuple[Request, Sequence]:
         """A request that lives or can still be forked, and its choice."""
@@ -366,10 +395,11 @@ class Engine:
 
     def explain(self, prompt: str | list[int], namespace: str = "") -> Explanation:
         """What the cache has of a prompt, where and from which request it diverges, what evicted the rest."""
+        self._loop.mend()
         return self._loop.cache.explain(self._intake.tokens(prompt), checked_namespace(namespace))
 
     def stats(self) -> EngineStats:
-        self._loop.abandon_forsaken()
+        self._abandon_forsaken()
         return EngineStats(
             counters=replace(self._loop.counters),
             waits=self._loop.meter.waits(),
@@ -386,6 +416,7 @@ class Engine:
 
     def check(self) -> None:
         """The whole-state audit: pages, nodes, tables and queues from scratch. Raises if anything is off."""
+        self._loop.mend()
         self._loop.check()
         num_tables = self._loop.cache.stats().num_tables
         if num_tables != len(self._loop.scheduler.running):
@@ -394,20 +425,23 @@ class Engine:
     def reset_cache(self) -> None:
         """Forget every cached page. LiveTables while a request holds pages or a prefix is pinned."""
         self._require_open()
-        self._loop.abandon_forsaken()
-        self._loop.tier.wait()
-        self._loop.cache.reset()
-        self._recorder.write("reset")
+        self._abandon_forsaken()
+        with self._loop.changing("reset_cache"):
+            self._loop.tier.wait()
+            self._loop.cache.reset()
+            self._recorder.write("reset")
 
     def close(self) -> None:
         """Abort what lives and give the engine up. Closing twice is fine."""
         if not self._closed:
-            for request in self._loop.requests:
-                self.abort(request.handle)
-            self._loop.pins.give_up()
-            self._loop.tier.wait()
-            self._recorder.close()
-            self._closed = True
+            self._loop.mend()
+            with self._loop.changing("close"):
+                for request in self._loop.requests:
+                    self.abort(request.handle)
+                self._loop.pins.give_up()
+                self._loop.tier.wait()
+                self._recorder.close()
+                self._closed = True
 
     def __enter__(self) -> Self:
         return self
@@ -418,5 +452,12 @@ class Engine:
         self.close()
 
     def _require_open(self) -> None:
+        """Refuse what is asked of a closed engine; mend what an interrupt broke off."""
         if self._closed:
             raise InvalidRequest("engine: it was closed; make a new one")
+        self._loop.mend()
+
+    def _abandon_forsaken(self) -> None:
+        self._loop.mend()
+        with self._loop.changing("the end of a stream"):
+            self._loop.abandon_forsaken()

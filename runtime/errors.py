@@ -5,6 +5,7 @@ Knows nothing of what raises them.
 RadixrtError
   InvalidRequest   a request that can never be served; says the field, what was given and what is allowed
   ModelError       a model that cannot be found, loaded or served faithfully
+  RecordError      a line of a record that could not be written
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ class InvalidRequest(RadixrtError, ValueError):
 
 class ModelError(RadixrtError):
     """What was asked for as a model, what was there instead, and what to do."""
+
+
+class RecordError(RadixrtError):
+    """A record lacks a line from here on. Where it tells of a step, that has happened; the engine goes on."""
 
 
 def first_line(error: BaseException) -> str:

@@ -5,8 +5,6 @@ Knows nothing of queues or steps. It changes what is evicted when, never an answ
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from radixrt.radix import RadixCache
@@ -23,20 +21,6 @@ class Liveness:
     def __init__(self, cache: RadixCache, owners: Owners) -> None:
         self.cache = cache
         self.owners = owners
-
-    def start_over(self, cache: RadixCache, live: Iterable[Request], kept: Iterable[Request]) -> None:
-        """Serve a fresh cache, for these that live and that have ended; who waits is still to be noted."""
-        self.cache = cache
-        self.owners.clear()
-        for request in kept:
-            for branch in request.branches[: len(request.paths)]:
-                self.owners.keep(branch)
-        for request in live:
-            for branch in request.branches:
-                if branch.choice in request.ended:
-                    self.owners.keep(branch)
-            if request.search is not None:
-                self.search_on(request, (), request.search.hypotheses)
 
     def ended(self, sequence: Sequence) -> None:
         """It holds no pages any more; what it has computed is its own until its request is forgotten."""

@@ -6,17 +6,19 @@ Knows nothing of what a caller may ask: requests come checked. One thread; a clo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from radixrt.radix import RadixCache, require
+from radixrt.radix import LiveTables, RadixCache, require
 
 from .config import EngineConfig
 from .constraint import Grammars
 from .counting import Counters
+from .errors import InvalidRequest, RecordError
 from .liveness import Liveness
 from .logprobs import LogprobStore
 from .meter import Meter
@@ -34,6 +36,8 @@ from .scheduler import Scheduler
 from .scoring import Scorer
 from .sequence import Sequence
 from .tier import HostTier
+
+_REFUSALS = InvalidRequest, LiveTables, RecordError  # nothing was changed, or all of it
 
 
 class Loop:
@@ -53,23 +57,74 @@ class Loop:
         self._config = config
         self.grammars = grammars
         self._recorder = recorder
-        self._freed: list[int] = []  # since the last step, for the record
-        self.cache = self._new_cache()
         self.counters = Counters()
         self.meter = meter
-        self.pins = Pins(self.cache)
-        store = LogprobStore(config.num_pages + (config.num_host_pages or 0), config.page_size)
-        self.scorer = Scorer(store)
-        self.tier = HostTier(self.cache, model, store, swap=config.swap, clock=self.meter.now)
-        self.owners = Owners()
-        self._liveness = Liveness(self.cache, self.owners)
-        self.scheduler = Scheduler(self.cache, self.tier, config, self.counters, self.pins, self.owners, self.scorer)
-        self.requests = Registry(self.owners, keep_finished=config.keep_finished, finished_ttl=config.finished_ttl)
-        self._runner = Runner(model, self.cache, store, poison=config.poison)
+        self._store = LogprobStore(config.num_pages + (config.num_host_pages or 0), config.page_size)
+        self.cache = self._new_cache()
+        self.tier = HostTier(self.cache, model, self._store, swap=config.swap, clock=self.meter.now)
         self._events: list[Event] = []
         self._mailboxes: dict[Handle, deque[Event]] = {}  # of requests whose events a stream reads, not `take_events`
         self.forsaken: deque[Handle] = deque()  # requests whose stream was collected: nobody reads their events
-        self._is_stepping = False
+        self._broken_off = ""  # what broke off which operation, while nobody has seen to it
+        self._begin(num_submitted=0, num_pinned=0)
+
+    def _begin(self, *, num_submitted: int, num_pinned: int) -> None:
+        """With a fresh cache: nothing lives, after so many requests and pins."""
+        config = self._config
+        self._freed: list[int] = []  # since the last step, for the record
+        self._is_stepping = self._is_whole = False
+        self.pins = Pins(self.cache, num_pinned)
+        self.scorer = Scorer(self._store)
+        self.owners = Owners()
+        self._liveness = Liveness(self.cache, self.owners)
+        self.scheduler = Scheduler(self.cache, self.tier, config, self.counters, self.pins, self.owners, self.scorer)
+        self._runner = Runner(self._model, self.cache, self._store, poison=config.poison)
+        self.requests = Registry(
+            self.owners,
+            keep_finished=config.keep_finished,
+            finished_ttl=config.finished_ttl,
+            num_submitted=num_submitted,
+        )
+
+    # -- interrupts -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def changing(self, operation: str) -> Iterator[None]:
+        """Within, the engine changes; what is raised there, but for a refusal, may have come in the middle of that."""
+        self._is_whole = False
+        try:
+            yield
+        except BaseException as error:
+            if not self._is_whole and not isinstance(error, _REFUSALS):
+                self._broken_off = f"{type(error).__name__} broke off {operation}"
+            raise
+
+    def mend(self) -> None:
+        """To be called before anything else is asked: begin anew where a change was broken off."""
+        if self._broken_off:
+            self.begin_anew(num_submitted=self.requests.num_submitted, num_pinned=self.pins.num_pinned)
+
+    def begin_anew(self, *, num_submitted: int, num_pinned: int) -> None:
+        """Lose everything but events and counts, in whatever state it is; who lives ends with an error.
+
+        May itself be broken off, and called again then.
+        """
+        try:
+            self._recorder.write("lost", num_submitted=num_submitted, num_pinned=num_pinned)
+        finally:
+            error = (
+                f"{self._broken_off} in the middle, so that the engine lost all that lived or was cached; submit again"
+            )
+            for request in self.requests:
+                told = self._mailboxes.get(request.handle, self._events)
+                if not any(isinstance(event, FinishEvent) and event.handle == request.handle for event in told):
+                    told.append(FinishEvent(handle=request.handle, output=request.lost(error)))
+            self.meter.start_over()
+            self.cache = self._new_cache()
+            self.tier.start_over(self.cache)
+            self._begin(num_submitted=num_submitted, num_pinned=num_pinned)
+            self._mailboxes = {}
+            self._broken_off = ""
 
     # -- the step -------------------------------------------------------------------------------------------------
 
@@ -79,11 +134,7 @@ class Loop:
         return self.counters.steps
 
     def advance(self) -> None:
-        """Run one step.
-
-        If the model is interrupted, the engine is as before the step; if planning is, it has forgotten its cache, and
-        no answer.
-        """
+        """Run one step. If the model is interrupted, the engine is as before it."""
         self.abandon_forsaken()
         self._is_stepping = True
         try:
@@ -97,26 +148,13 @@ class Loop:
             self._recorder.write("unpin", number=number)
         self.requests.expire(self.step)
         plan = StepPlan(page_size=self._config.page_size)
-        try:
-            self.scheduler.plan(plan)
-        except BaseException:  # an interrupt: it may have cut any of the cache's operations in two
-            self._start_over()
-            raise
-        if plan.entries:
-            self._run(plan)
-        self._end_known(plan)
+        self.scheduler.plan(plan)
+        drawn = self._run(plan) if plan.entries else []
+        known = self._end_known(plan)
+        if drawn is not None and (plan.entries or known):  # a step without rows too: a rerun ends the known there
+            self._record(plan, drawn)
 
-    def _start_over(self) -> None:
-        """Forget every page; all requests wait and recompute. Right whatever state the old cache was left in."""
-        self.cache = self._new_cache()
-        self.tier.start_over(self.cache)
-        self._runner.start_over(self.cache)
-        self.pins.start_over(self.cache)
-        self._liveness.start_over(self.cache, self.requests, self.requests.kept())
-        live = [branch for request in self.requests for branch in request.live]
-        self.scheduler.start_over(self.cache, live)
-
-    def _end_known(self, plan: StepPlan) -> None:
+    def _end_known(self, plan: StepPlan) -> list[Sequence]:
         """End the score requests whose last row ran, and those that need no row."""
         ran = [entry.sequence for entry in plan.entries if entry.sequence.scores is not None]
         known = self.scheduler.known + [sequence for sequence in ran if sequence.computed_len == sequence.num_tokens]
@@ -124,18 +162,19 @@ class Loop:
             if self.requests.live(sequence.handle) is not None:
                 self.counters.add_cached(sequence, sequence.num_tokens)
                 self._end(sequence, "stop")
-        if known and not plan.entries:
-            self._record(plan, [])  # so that a rerun ends them here too
+        return known
 
-    def _run(self, plan: StepPlan) -> None:
-        """Run, sample and commit; where the device or a draw fails, the plan's requests run again one by one."""
+    def _run(self, plan: StepPlan) -> list[int] | None:
+        """Run, sample and commit; the tokens drawn.
+
+        None where the device or a draw fails: the plan's requests run again one by one.
+        """
         begun = self.meter.now() if self.tier.follows_costs else None
-        try:
-            wishes = self.scorer.ask(plan)
-            forward = self._runner.run(plan)
+        wishes = self.scorer.ask(plan)
+        batch = self._runner.prepare(plan)
+        try:  # nothing changes in here but what pages hold, and which log-probabilities are known
+            forward = self._runner.run(plan, batch)
             unheard = self.scorer.hear(wishes, forward)
-            if any(entry.stop - entry.own_start > 1 for entry in plan.entries):
-                self.tier.computed(plan.num_rows, begun)
             finite = [entry for entry in plan.entries if forward.finite[entry.rows].all()]
             sound = [entry for entry in finite if entry.sequence not in unheard]
             logits = self._logits(plan, sound, forward)
@@ -143,12 +182,16 @@ class Loop:
         except BaseException as error:
             self._runner.withdraw(plan)
             if not isinstance(error, Exception):
+                self._is_whole = True
                 raise
             if len(plan.entries) > 1:
                 self.scheduler.isolate(plan)
             else:  # it failed alone: whatever was raised ends it, and nobody else
                 self._end(plan.entries[0].sequence, "error", f"the model failed: {error}")
-            return
+            return None
+        self._runner.finish(plan)
+        if any(entry.stop - entry.own_start > 1 for entry in plan.entries):
+            self.tier.computed(plan.num_rows, begun)
         self._commit(plan, sound)
         going_on: list[Sequence] = []
         for (sequence, row), tokens in zip(logits, drawn, strict=True):
@@ -157,7 +200,7 @@ class Loop:
             elif sequence.table is not None:  # its request may have ended with another beam
                 self._search_on(sequence, row)
         self._follow_grammars(going_on)
-        self._record(plan, [token.token_id for tokens in drawn for token in tokens])
+        return [token.token_id for tokens in drawn for token in tokens]
 
     def _record(self, plan: StepPlan, drawn: list[int]) -> None:
         freed, self._freed = self._freed, []
@@ -235,16 +278,13 @@ class Loop:
 
         A grammar that is at its end is seen later.
         """
+        token_id = sampled.token_id
+        ends = sequence.is_ended_by(token_id, self._model.eos_token_ids)
         try:
-            return self._commit_token(sequence, sampled)
+            text = sequence.detokenizer.add(token_id) if sequence.detokenizer is not None and not ends else ""
         except Exception as error:  # a tokenizer that fails on one request's token must not take others along
             self._end(sequence, "error", f"its output failed: {error!r}")
             return False
-
-    def _commit_token(self, sequence: Sequence, sampled: Sampled) -> bool:
-        token_id = sampled.token_id
-        ends = sequence.is_ended_by(token_id, self._model.eos_token_ids)
-        text = sequence.detokenizer.add(token_id) if sequence.detokenizer is not None and not ends else ""
         if sequence.constraint is not None and sequence.constraint.forced is not None:
             sequence.forced.append(sequence.num_tokens)
         sequence.append(token_id)
@@ -380,8 +420,9 @@ class Loop:
         """All choices have ended."""
         self.meter.finished(request.handle.number)
         self._liveness.request_over(request)
-        self.requests.end(request, self.step)
         self._tell(FinishEvent(handle=request.handle, output=request.output()))
+        self.requests.end(request, self.step)
+        self._mailboxes.pop(request.handle, None)
 
     # -- events ---------------------------------------------------------------------------------------------------
 
@@ -391,8 +432,10 @@ class Loop:
 
     def take_events(self) -> list[Event]:
         """What was told since the last call and is in no mailbox, in order."""
-        events, self._events = self._events, []
-        return events
+        try:
+            return self._events
+        finally:
+            self._events = []  # last: an interrupt before it loses none
 
     def abandon(self, handles: Iterable[Handle]) -> None:
         """Abort what still lives of these requests: nobody is left to read their events."""
@@ -411,8 +454,6 @@ class Loop:
     def _tell(self, event: Event) -> None:
         """To the stream that reads the request, or to `take_events`."""
         self._mailboxes.get(event.handle, self._events).append(event)
-        if isinstance(event, FinishEvent):
-            self._mailboxes.pop(event.handle, None)
 
     # -- the whole state ------------------------------------------------------------------------------------------
 

@@ -114,6 +114,10 @@ class Meter:
         self._submitted.pop(number, None)
         self._queued.discard(number)
 
+    def start_over(self) -> None:
+        """Nobody lives any more."""
+        self._submitted, self._queued, self._last = {}, set(), {}
+
     def waits(self) -> Waits:
         return Waits(
             queue=self._queue.durations(),

@@ -22,14 +22,10 @@ class PinnedPrefix:
 
 
 class Pins:
-    """The pins of one engine. The cache bounds the pages that they hold together."""
+    """The pins of one engine, of which the first `num_pinned` are over. The cache bounds the pages that they hold."""
 
-    def __init__(self, cache: RadixCache) -> None:
-        self._last = 0
-        self.start_over(cache)
-
-    def start_over(self, cache: RadixCache) -> None:
-        """Serve a fresh cache, in which nothing is pinned."""
+    def __init__(self, cache: RadixCache, num_pinned: int = 0) -> None:
+        self.num_pinned = num_pinned
         self._cache = cache
         self._pins: dict[int, tuple[Pin, int | None]] = {}  # by number, oldest first; the step that ends each
 
@@ -41,13 +37,13 @@ class Pins:
                 f"pin: a prompt of {len(tokens)} tokens given; {self._cache.stats().num_pinned} pages are pinned, and "
                 "with its own they exceed the budget; unpin something, or give the engine a larger pin_budget"
             )
-        self._last += 1
-        self._pins[self._last] = pin, ends
-        return PinnedPrefix(self._last, pin.prefix_len)
+        self.num_pinned += 1
+        self._pins[self.num_pinned] = pin, ends
+        return PinnedPrefix(self.num_pinned, pin.prefix_len)
 
     def unpin(self, pinned: PinnedPrefix) -> None:
         """End a pin. Once it has ended by itself, a no-op."""
-        if not 1 <= pinned.number <= self._last:
+        if not 1 <= pinned.number <= self.num_pinned:
             raise InvalidRequest(f"pin: number {pinned.number} was never pinned in this engine")
         if pinned.number in self._pins:
             self._cache.unpin(self._pins.pop(pinned.number)[0])

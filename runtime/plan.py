@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from radixrt.kernels.plan import IntArray
-from radixrt.radix import PageTable, WritePlan, agreement, page_key
+from radixrt.radix import PageCopy, PageTable, WritePlan, agreement, page_key
 
 from .batch import Batch
 from .sequence import Sequence, TokenArray
@@ -68,7 +68,6 @@ class StepPlan:
 
     page_size: int
     num_rows: int = 0
-    copies_released: bool = False  # the page copies ran, or never will
     entries: list[Entry] = field(default_factory=list)
     scored_rows: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     scored_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -143,6 +142,11 @@ class StepPlan:
         inside = (row - first for row in self._parted)
         cuts = sorted({entry.own_start, entry.stop, *(at for at in inside if entry.own_start < at < entry.stop)})
         return [(entry, start, stop) for start, stop in pairwise(cuts)]
+
+    @property
+    def copies(self) -> list[PageCopy]:
+        """The page copies to run before the rows."""
+        return [copy for entry in self.entries for copy in entry.write.copies]
 
     @property
     def logit_rows(self) -> IntArray:

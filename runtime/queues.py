@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterable
 
 from radixrt.radix import require
 
@@ -33,13 +32,6 @@ class Queues:
     def remove(self, sequence: Sequence) -> None:
         """Forget one. To be called before its table changes."""
         _remove(self.waiting if sequence.table is None else self.running, sequence)
-
-    def start_over(self, live: Iterable[Sequence]) -> None:
-        """All of these wait, without pages, and nobody else is there."""
-        self.waiting, self.running, self.known = [], [], []
-        for sequence in live:
-            sequence.table = None
-            self.add(sequence)
 
     def is_of_oldest(self, sequence: Sequence) -> bool:
         """A branch of the oldest running request, to which alone pages are promised."""

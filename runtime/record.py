@@ -1,7 +1,7 @@
 """A run on paper: what was submitted, planned, drawn and freed, one JSON object a line; and the rerun that compares.
 
-Knows nothing of how an engine decides. Token ids are kept, text is not. A step that failed on the device leaves no
-line, and what follows it may differ in a rerun on a sound one.
+Knows nothing of how an engine decides. Token ids are kept, text is not. A step that failed on the device, or was
+interrupted there, leaves no line, and what follows it may differ in a rerun on a sound one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from .config import EngineConfig
-from .errors import InvalidRequest
+from .errors import InvalidRequest, RecordError
 from .loading import load_model
 from .model import Model
 from .outputs import Handle
@@ -44,12 +44,15 @@ class Recorder:
         self.write("engine", version=_VERSION, model=model.spec, settings=settings)
 
     def write(self, op: str, **fields: Any) -> None:
-        """One line, on disk when this returns: a crash keeps all that led to it."""
-        if self._file is not None:
-            self._file.write(json.dumps({"op": op, **fields}) + "\n")
-            self._file.flush()
-        if self._sink is not None:
-            self._sink({"op": op, **fields})
+        """One line, on disk when this returns: a crash keeps all that led to it. RecordError where it cannot be."""
+        try:
+            if self._file is not None:
+                self._file.write(json.dumps({"op": op, **fields}) + "\n")
+                self._file.flush()
+            if self._sink is not None:
+                self._sink({"op": op, **fields})
+        except Exception as error:  # of a disk that is full, or whatever the function raises
+            raise RecordError(f"record: a line for {op!r} could not be written: {error!r}") from error
 
     def step(self, plan: StepPlan, drawn: list[int], freed: list[int], costs: Costs | None) -> None:
         """What was planned (`[number, choice, start, own_start, stop]` each), drawn, and freed since the last step.
@@ -138,6 +141,8 @@ def _apply(engine: Engine, line: Line, seen: list[Line]) -> None:
             engine.unpin(PinnedPrefix(line["number"], 0))
         case "reset":
             engine.reset_cache()
+        case "lost":
+            engine._loop.begin_anew(num_submitted=line["num_submitted"], num_pinned=line["num_pinned"])
         case "step":
             engine.tier.recorded = Costs(**line["costs"]) if "costs" in line else None
             engine.step()

@@ -18,12 +18,13 @@ from .request import Request
 class Registry:
     """Keeps the last `keep_finished` requests that ended, each for `finished_ttl` steps unless it is forgotten.
 
-    What is forgotten is none of the `owners` any more.
+    What is forgotten is none of the `owners` any more. The first `num_submitted` were lost when the engine was
+    interrupted.
     """
 
-    def __init__(self, owners: Owners, *, keep_finished: int, finished_ttl: int) -> None:
+    def __init__(self, owners: Owners, *, keep_finished: int, finished_ttl: int, num_submitted: int = 0) -> None:
         self._owners = owners
-        self.num_submitted = 0
+        self.num_submitted = self._num_lost = num_submitted
         self._keep_finished = keep_finished
         self._finished_ttl = finished_ttl
         self._live: dict[int, Request] = {}
@@ -70,6 +71,11 @@ class Registry:
     def find(self, handle: Handle) -> Request:
         """The request, live or ended. InvalidRequest where neither is there."""
         request = self.live(handle) or self.ended(handle)
+        if request is None and handle.number < self._num_lost:
+            raise InvalidRequest(
+                f"handle: request {handle.number} is of the time before the engine was interrupted in the middle of an "
+                "operation; submit its tokens anew"
+            )
         if request is None:
             raise InvalidRequest(f"handle: request {handle.number} has ended and was released, or its time was over")
         return request

@@ -131,6 +131,13 @@ class Request:
             score=self._score(self.ended[0]),
         )
 
+    def lost(self, error: str) -> Output:
+        """What the caller gets where it was broken off, in whatever state: of choices that had not ended, no tokens."""
+        for index in range(len(self.paths)):
+            if index not in self.ended:
+                self.ended[index] = Choice(index=index, text="", token_ids=(), finish_reason="error", error=error)
+        return self.output()
+
     def _score(self, choice: Choice) -> Score | None:
         """What a score request found, if it is one and ended well."""
         trunk = self.branches[0]

@@ -5,8 +5,6 @@ Knows nothing of models, sampling or text. Its decisions depend on tokens and co
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from radixrt.radix import PageTable, RadixCache, WritePlan, require
 
 from .admission import Admission
@@ -76,12 +74,6 @@ class Scheduler:
         if sequence.table is not None:
             self.cache.close(sequence.table)
             sequence.table = None
-
-    def start_over(self, cache: RadixCache, live: Iterable[Sequence]) -> None:
-        """Let every live sequence wait, without pages, for a fresh cache."""
-        self.cache, self.isolated = cache, []
-        self._queues.start_over(live)
-        self._admission.start_over(cache)
 
     def plan(self, plan: StepPlan) -> None:
         """Fill the next step: decode rows, then prompts under way, then new requests, up to the token budget.

@@ -35,15 +35,15 @@ class EventStream:
             if not self.unfinished:
                 raise StopIteration
             self._advance()
-        event = self.mailbox.popleft()
+        event = self.mailbox[0]  # it stays until its end is noted: an interrupt between the two loses neither
         if isinstance(event, FinishEvent):
-            self.unfinished.remove(event.handle)
-        return event
+            self.unfinished.discard(event.handle)
+        return self.mailbox.popleft()
 
     def close(self) -> None:
         """Abort what has not ended; no further events come. Twice is fine."""
-        unfinished, self.unfinished = self.unfinished, set()
-        self._abandon(unfinished)
+        self._abandon(self.unfinished)
+        self.unfinished.clear()
         self.mailbox.clear()
 
     def __enter__(self) -> Self:

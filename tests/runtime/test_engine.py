@@ -13,7 +13,6 @@ import pytest
 
 from radixrt.radix.errors import LiveTables
 from radixrt.runtime import (
-    BeamParams,
     ChoiceEvent,
     Engine,
     Event,
@@ -26,7 +25,6 @@ from radixrt.runtime import (
     TokenEvent,
 )
 from radixrt.runtime.batch import Batch
-from radixrt.runtime.plan import StepPlan
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
 from .conftest import MakeEngine
@@ -331,70 +329,6 @@ class TestFaults:
             if choice.finish_reason != "error":
                 assert choice.token_ids == answer(prompts[handle.number])
         assert calls >= failing
-
-    @pytest.mark.parametrize("before", [True, False])
-    @pytest.mark.parametrize("call", range(1, 9))
-    def test_an_interrupt_while_planning_changes_no_answer(
-        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, *, call: int, before: bool
-    ) -> None:
-        engine = make_engine(page_size=4, token_budget=6)
-        prompts = [[1] * 9, [1] * 9, [*[1] * 6, 2, 3], [4] * 11]
-        handles = [engine.submit(prompt, GREEDY) for prompt in prompts]
-        extend, calls = engine._loop.cache.extend, 0
-
-        def interrupted(*given: Any, **named: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            write = None if before and calls == call else extend(*given, **named)
-            if calls == call:
-                raise KeyboardInterrupt
-            return write
-
-        monkeypatch.setattr(engine._loop.cache, "extend", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            finish(engine, *handles)
-        engine.check()
-        for handle, output in finish(engine, *handles).items():
-            assert output.choices[0].token_ids == answer(prompts[handle.number])
-
-    @pytest.mark.parametrize("moment", range(3, 2_400, 67))
-    def test_an_interrupt_at_any_moment_of_planning_changes_no_answer(
-        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, moment: int
-    ) -> None:
-        """In whatever function, with requests that were preempted, that have ended, and a search."""
-        engine = make_engine(HashModel(vocab=50), num_pages=14, page_size=2)
-        engine.generate([[1, 2, 3]], GREEDY)
-        handles = [engine.submit([7 + i] * 5, SamplingParams(max_tokens=14, temperature=0.0)) for i in range(3)]
-        search = engine.submit([1, 2], BeamParams(width=2, max_tokens=5, stop_token_ids=range(0, 50, 4)))
-        plan, count = engine._loop.scheduler.plan, itertools.count()
-
-        def interrupt(_frame: object, event: str, _argument: object) -> None:
-            if event == "call" and next(count) == moment:
-                raise KeyboardInterrupt
-
-        def interrupted(step: StepPlan) -> None:
-            sys.setprofile(interrupt)
-            try:
-                plan(step)
-            finally:
-                sys.setprofile(None)
-
-        monkeypatch.setattr(engine._loop.scheduler, "plan", interrupted)
-        events: list[Event] = []
-        with pytest.raises(KeyboardInterrupt):
-            finish(engine, *handles, search, events=events)
-        engine.check()
-        while engine.stats().num_running + engine.stats().num_waiting:
-            events += engine.step()
-            engine.check()
-        assert engine.stats().counters.preemptions
-        ended = {event.handle: event.output for event in events if isinstance(event, FinishEvent)}
-        assert search in ended
-        with Engine(HashModel(vocab=50), num_pages=64, prefix_cache=False) as lone:
-            for i, handle in enumerate(handles):
-                params = SamplingParams(max_tokens=14, temperature=0.0)
-                expected = lone.generate([[7 + i] * 5], params)[0].choices[0].token_ids
-                assert ended[handle].choices[0].token_ids == expected
 
     def test_a_model_that_gives_too_little_ends_who_asked(self, make_engine: MakeEngine) -> None:
         class Short(HashModel):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from radixrt.radix import LiveTables
-from radixrt.runtime import Engine, FinishEvent, Handle, InvalidRequest, Output, SamplingParams, replay
+from radixrt.runtime import Engine, FinishEvent, Handle, InvalidRequest, Output, RecordError, SamplingParams, replay
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
 
@@ -97,7 +97,7 @@ def test_a_full_disk_loses_no_request() -> None:
         for _ in range(10):
             try:
                 ended |= {event.handle: event.output for event in engine.step() if isinstance(event, FinishEvent)}
-            except OSError:
+            except RecordError:
                 engine.check()
         assert [len(ended[handle].choices[0].token_ids) for handle in handles] == [4, 4]
 
