@@ -9,14 +9,15 @@ the loop's thread, between two of its rounds, while any task of that loop waits.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Condition, Lock, RLock, local
 from time import monotonic
 from weakref import WeakKeyDictionary, proxy
 
-from radixrt.runtime import Engine, FinishEvent, Handle, Output, TokenEvent
+from radixrt.runtime import Engine, Event, FinishEvent, Handle, Output, TokenEvent
 
 from .backend import Backend, EngineBackend
 from .chat import Template
@@ -37,7 +38,8 @@ def always() -> bool:
 class TurnLock:
     """A re-entrant lock that who lets go of it cannot have again before those who wait: a loop of steps lets them in.
 
-    `changed` is a condition on it.
+    `changed` is a condition on it. An interrupt may keep a thread from noting that it has the lock, or from giving it
+    back, but never makes it wait for itself; `let_go` makes that good.
     """
 
     def __init__(self) -> None:
@@ -48,16 +50,35 @@ class TurnLock:
 
     def __enter__(self) -> None:
         depth = getattr(self._here, "depth", 0)
+        self._here.depth = depth + 1  # first: whoever has the lock must not wait for `_next`
         if depth:
             self._lock.acquire()
         else:
             with self._next:
                 self._lock.acquire()
-        self._here.depth = depth + 1
 
     def __exit__(self, *error: object) -> None:
-        self._here.depth -= 1
         self._lock.release()
+        self._here.depth -= 1
+
+    @property
+    def is_free(self) -> bool:
+        """The caller's thread is outside of every `with` block."""
+        return not getattr(self._here, "depth", 0)
+
+    def let_go(self) -> None:
+        """Outside of every `with` block of this thread: it has the lock no more, whatever interrupted one."""
+        with suppress(RuntimeError):  # it has not
+            while True:
+                self._lock.release()
+        self._here.depth = 0
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A thread of a program, from before it starts."""
+
+    is_busy: bool = True  # it does not wait
 
 
 @dataclass(eq=False, slots=True)
@@ -72,7 +93,7 @@ class Ticket:
     is_wanted: Callable[[], bool]
     on_text: Callable[[str], None] | None = None
     is_done: bool = False
-    num_threads: int = 0  # that wait for it
+    waiting: list[Member] = field(default_factory=list)
     futures: list[tuple[Loop, asyncio.Future[None]]] = field(default_factory=list)
 
 
@@ -85,7 +106,8 @@ class Driver:
         self.template = Template(backend.tokenizer)
         self.lock = TurnLock()
         self._tickets: dict[Handle, Ticket] = {}
-        self._num_busy = 0  # threads of programs that do not wait
+        self._events: deque[Event] = deque()  # that nobody has been told of
+        self._members: set[Member] = set()
         self._touched = 0.0  # when that last changed
         self._thread = local()
         self._pumps: dict[Loop, asyncio.Task[None]] = {}
@@ -113,58 +135,86 @@ class Driver:
     @contextmanager
     def attending(self) -> Iterator[None]:
         """The caller's thread runs a program meanwhile: nobody steps before it waits. Within itself, nothing more."""
-        if self._is_counted:
+        if self._member is not None:
             yield
             return
-        self.expect(1)
-        with self.joining():
-            yield
+        member = Member()
+        try:
+            self.expect(member)
+            with self.joining(member):
+                yield
+        finally:
+            self.dismiss(member)
 
-    def expect(self, num_threads: int) -> None:
-        """So many threads are about to start, and to call `joining`."""
-        self._count(num_threads)
+    def expect(self, member: Member) -> None:
+        """A thread is about to start, and to call `joining`."""
+        with self.lock:
+            self._members.add(member)
+            self._note()
+
+    def dismiss(self, member: Member) -> None:
+        """It has ended, or never started. Twice is fine."""
+        with self.lock:
+            self._members.discard(member)
+            self._note()
 
     @contextmanager
-    def joining(self) -> Iterator[None]:
-        """The caller's thread is one of those expected."""
-        self._thread.is_counted = True
+    def joining(self, member: Member) -> Iterator[None]:
+        """The caller's thread is this one of those expected."""
+        self._thread.member = member
         try:
             yield
         finally:
-            self._thread.is_counted = False
-            self._count(-1)
+            self._thread.member = None
+            self.dismiss(member)
 
     @contextmanager
     def away(self) -> Iterator[None]:
         """The caller's thread waits for other threads of its program meanwhile."""
-        change = int(self._is_counted)
-        self._count(-change)
+        member = self._member
         try:
+            self._set_busy(member, is_busy=False)
             yield
         finally:
-            self._count(change)
+            self._set_busy(member, is_busy=True)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A program runs on the caller's thread, which has no more of the driver after it than before.
+
+        An interrupt may have come while it took the lock or gave it back: then that is made good here.
+        """
+        before, was_free = self._member, self.lock.is_free
+        try:
+            yield
+        except GeneratorExit:  # of the garbage collector, perhaps in a block that has the lock
+            raise
+        except BaseException:
+            if was_free:
+                self.lock.let_go()
+            if (member := self._member) is not before and member is not None:
+                self.dismiss(member)
+                self._thread.member = before
+            raise
 
     def wait(self, ticket: Ticket) -> None:
         """Block until the request has ended, stepping when it is this thread's turn."""
-        with self.lock:
-            if ticket.is_done:
-                return
-            change = int(self._is_counted)
-            ticket.num_threads += change
-            self._count(-change)
+        member = self._member
         try:
+            with self.lock:
+                if not ticket.is_done and member is not None:
+                    ticket.waiting.append(member)
+                    self._set_busy(member, is_busy=False)
             while not ticket.is_done:
                 with self.lock:
                     self._step_in_turn(ticket)
         finally:
-            with self.lock:
-                if not ticket.is_done:  # an interrupt
-                    ticket.num_threads -= change
-                    self._count(change)
+            self._set_busy(member, is_busy=True)
 
     @property
-    def _is_counted(self) -> bool:
-        return getattr(self._thread, "is_counted", False)
+    def _member(self) -> Member | None:
+        """The caller's thread, if it is one of a program."""
+        return getattr(self._thread, "member", None)
 
     async def wait_async(self, ticket: Ticket) -> None:
         """Await the end of the request. Cancelling this leaves the request alone."""
@@ -190,15 +240,26 @@ class Driver:
                 if not loop.is_closed():
                     loop.call_soon_threadsafe(self._start_pump, loop)
 
-    def _count(self, change: int) -> None:
+    def _set_busy(self, member: Member | None, *, is_busy: bool) -> None:
         with self.lock:
-            self._num_busy += change
-            self._touched = monotonic()
-            self.lock.changed.notify_all()
+            if member is not None and member.is_busy != is_busy:
+                member.is_busy = is_busy
+                self._note()
+
+    def _note(self) -> None:
+        """Somebody waits who did not, or the other way round."""
+        self._touched = monotonic()
+        self.lock.changed.notify_all()
+
+    @property
+    def _patience(self) -> float:
+        """Seconds to wait for threads that are busy: they may ask for more to run together. 0 where none is."""
+        is_any_busy = any(member.is_busy for member in self._members)
+        return max(0.0, self._touched + GRACE - monotonic()) if is_any_busy else 0.0
 
     def _step_in_turn(self, ticket: Ticket) -> None:
-        """Step, or wait for the threads that are busy: they may ask for more to run together."""
-        patience = self._touched + GRACE - monotonic() if self._num_busy > 0 else 0.0
+        """Step, or wait for the threads that are busy."""
+        patience = self._patience
         if ticket.is_done:
             return
         if not ticket.is_wanted():
@@ -212,7 +273,8 @@ class Driver:
         """On the loop's thread."""
         with self.lock:
             if loop not in self._pumps and self._has_waiting(loop):
-                self._pumps[loop] = loop.create_task(self._pump(loop))
+                self._pumps[loop] = pump = loop.create_task(self._pump(loop))
+                pump.add_done_callback(_heard)
 
     async def _pump(self, loop: Loop) -> None:
         """Step while tasks of this loop wait."""
@@ -221,7 +283,7 @@ class Driver:
                 await asyncio.sleep(0)
             while self._has_waiting(loop):
                 with self.lock:
-                    patience = self._touched + GRACE - monotonic() if self._num_busy > 0 else 0.0
+                    patience = self._patience
                     has_ended = patience <= 0 and self._step()
                 if patience > 0:
                     await asyncio.sleep(patience)
@@ -245,8 +307,8 @@ class Driver:
     def _step(self) -> bool:
         """Run the backend once and tell who waits; whether a request ended. What it raises ends all requests."""
         try:
-            events = self.backend.step()
-            if not events and self.backend.is_idle:
+            self._events.extend(self.backend.step())
+            if not self._events and self.backend.is_idle:
                 raise StateMisuse(
                     "engine: its events went elsewhere; while programs run, call no step() of its own beside them"
                 )
@@ -255,28 +317,40 @@ class Driver:
                 self._end(ticket, error)
             return True
         has_ended = False
-        for event in events:
+        while self._events:  # what an interrupt leaves here is told with the next step
+            event = self._events[0]
             heard = self._tickets.get(event.handle)
             if heard is not None and isinstance(event, FinishEvent):
                 self._end(heard, event.output)
                 has_ended = True
-            elif heard is not None and isinstance(event, TokenEvent) and heard.on_text is not None:
+            self._events.popleft()
+            if heard is not None and isinstance(event, TokenEvent) and heard.on_text is not None:
                 heard.on_text(event.text)
         return has_ended
 
     def _end(self, ticket: Ticket, outcome: Output | BaseException) -> None:
-        del self._tickets[ticket.handle]
         try:
+            del self._tickets[ticket.handle]
             ticket.on_end(outcome)
-        except Exception as error:  # who is told must hear of it: nobody else would
+        except BaseException as error:  # who is told must hear of it: nobody else would
             ticket.on_end(error)
-        ticket.is_done = True
-        self._count(ticket.num_threads)
-        ticket.num_threads = 0
-        for loop, future in ticket.futures:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_resolve, future)
-        ticket.futures.clear()
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            ticket.is_done = True
+            for member in ticket.waiting:  # before it wakes: nobody steps until it has gone on
+                member.is_busy = True
+            self._note()
+            for loop, future in ticket.futures:
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(_resolve, future)
+            ticket.futures.clear()
+
+
+def _heard(pump: asyncio.Task[None]) -> None:
+    """Who waits was told of its error: the loop need not tell of it once more."""
+    if not pump.cancelled():
+        pump.exception()
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

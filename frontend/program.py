@@ -95,7 +95,7 @@ def root_state(
         cache=options.cache,
         is_wanted=mailbox.is_wanted if mailbox is not None else always,
     )
-    with ExitStack() as stack:
+    with origin.driver.running(), ExitStack() as stack:
         observers = options.observing(stack) if mailbox is None else [*options.observing(stack), mailbox]
         run = Run(origin=origin, program=program, seed=options.seed, is_async=is_async, observers=tuple(observers))
         state, failure = State(run), None

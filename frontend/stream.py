@@ -52,6 +52,9 @@ class Mailbox:
                 while (event := self._next(future.done)) is not None:
                     yield event
                 future.result()
+            except KeyboardInterrupt:
+                self._driver.lock.let_go()  # the thread needs it, and this one may have been taking it
+                raise
             finally:
                 cancel()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from threading import Thread
 
-from .driver import Driver
+from .driver import Driver, Member
 
 
 def run_threads(
@@ -19,20 +19,29 @@ def run_threads(
     Where the caller is interrupted, `cancel` is told and has to end them; the interrupt is raised when they have.
     """
 
-    def joining(target: Callable[[], object]) -> None:
-        with driver.joining():
-            target()
+    def joining(member: Member, target: Callable[[], object]) -> None:
+        with driver.joining(member):
+            if not interrupts:
+                target()
 
-    threads = [Thread(target=joining, args=(target,), daemon=True) for target in targets]
-    driver.expect(len(threads))
+    interrupts: list[BaseException] = []
+    members = [Member() for _ in targets]
+    pairs = zip(members, targets, strict=True)
+    threads = [Thread(target=joining, args=pair, daemon=True) for pair in pairs]
     try:
+        for member in members:
+            driver.expect(member)
         with driver.away():
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
     except BaseException as error:  # an interrupt: nobody outlives the caller
+        interrupts.append(error)  # one that is just starting ends by itself
+        driver.lock.let_go()
         cancel(error)
-        for thread in threads:
-            thread.join()
+        for member, thread in zip(members, threads, strict=True):
+            if thread.ident is not None:
+                thread.join()
+            driver.dismiss(member)
         raise

@@ -1,24 +1,19 @@
-"""Interrupts at any line of the runtime or the cache: what is broken off costs what lives and is cached, no more."""
+"""Interrupts at any moment in the runtime or the cache: what is broken off costs what lives and is cached, no more."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from types import FrameType
 from typing import Any
 
 import pytest
 
-import radixrt.radix
-import radixrt.runtime
 from radixrt.radix import LiveTables
 from radixrt.runtime import (
     BeamParams,
@@ -36,37 +31,12 @@ from radixrt.runtime import (
 from radixrt.runtime.stream import EventStream
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
+from ..interrupts import Interrupter
 from .conftest import audit
 
 VOCAB = 60
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 PROMPTS = [[1, 2, 3, 4, 5], [1, 2, 3, 7], [9] * 7]
-FOLDERS = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (radixrt.radix, radixrt.runtime))
-
-
-class Interrupter:
-    """Raises an error at the k-th line, from 0, that is about to run in these folders within its `with` block."""
-
-    def __init__(self, error: BaseException | None, k: int = -1) -> None:
-        self.num_lines = 0
-        self._error = error
-        self._k = k
-
-    def __enter__(self) -> Interrupter:
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
-        if not frame.f_code.co_filename.startswith(FOLDERS):
-            return None
-        if event == "line":
-            self.num_lines += 1
-            if self.num_lines - 1 == self._k and self._error is not None:
-                raise self._error
-        return self._trace
 
 
 @dataclass
@@ -184,13 +154,13 @@ OPERATIONS: list[Callable[[Life], None]] = [
 
 
 def moments(operation: Callable[[Life], None], profile: str) -> list[int]:
-    """Which lines of an operation are interrupted: a few, some hundreds of up to 35,000 in deep."""
+    """At which moments an operation is interrupted: a few, some hundreds of up to 35,000 in deep."""
     life = Life.begin()
-    with Interrupter(None) as counted:
+    with Interrupter() as counted:
         operation(life)
     audit(life.engine)
-    count = min(counted.num_lines, 600 if profile == "deep" else 5)
-    return sorted(Random(operation.__name__).sample(range(counted.num_lines), count))
+    count = min(counted.num_moments, 600 if profile == "deep" else 5)
+    return sorted(Random(operation.__name__).sample(range(counted.num_moments), count))
 
 
 def alone(prompts: list[list[int]], params: SamplingParams) -> list[tuple[int, ...]]:
@@ -221,9 +191,9 @@ def go_on(life: Life) -> None:
 
 
 def interrupted(operation: Callable[[Life], None], k: int, error: BaseException) -> Life:
-    """A life in which an operation met an error at its k-th line. Where that is raised, it is as itself."""
+    """A life in which an operation met an error at its k-th moment. Where that is raised, it is as itself."""
     life = Life.begin()
-    with suppress(type(error)), Interrupter(error, k):
+    with suppress(type(error)), Interrupter(k, error):
         operation(life)
     life.passed = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     return life
@@ -254,12 +224,12 @@ def broken() -> Life:
 
 def test_to_begin_anew_may_be_interrupted_too(profile: str) -> None:
     life = broken()
-    with Interrupter(None) as counted:
+    with Interrupter() as counted:
         life.engine.check()
-    lines = range(counted.num_lines)
-    for k in lines if profile == "deep" else Random(1).sample(lines, 8):
+    moments = range(counted.num_moments)
+    for k in moments if profile == "deep" else Random(1).sample(moments, 8):
         life = broken()
-        with pytest.raises(KeyboardInterrupt), Interrupter(KeyboardInterrupt(), k):
+        with pytest.raises(KeyboardInterrupt), Interrupter(k, KeyboardInterrupt()):
             life.engine.check()
         go_on(life)
         audit(life.engine)
