@@ -33,8 +33,8 @@ class Owners:
         return iter(self._paths)
 
     def keep(self, sequence: Sequence, num_tokens: int | None = None) -> None:
-        """A sequence owns its tokens (the first `num_tokens`) as they are now. Of one that ran the last is not fed."""
-        num_fed = sequence.num_tokens - (sequence.high_water > 0)
+        """A sequence owns its tokens (the first `num_tokens`) as they are now. The last that was sampled is not fed."""
+        num_fed = sequence.num_tokens - (sequence.high_water > 0 and sequence.scores is None)
         self.own(sequence, sequence.tokens[:num_tokens], sequence.namespace, num_fed)
 
     def own(self, owner: Hashable, tokens: TokenArray, namespace: str, num_fed: int) -> None:

@@ -100,6 +100,16 @@ class TestRelease:
         engine.release(child)
         assert cached(engine) == 2
 
+    @pytest.mark.parametrize("page_size", [1, 4])
+    def test_leaves_all_that_was_scored(self, make_engine: MakeEngine, page_size: int) -> None:
+        """The last token too, which a generation would not have fed."""
+        engine = make_engine(page_size=page_size)
+        output = engine.generate([[1] * 8], GREEDY)[0]
+        scored = [*output.prompt_token_ids, *output.choices[0].token_ids[:3]]
+        engine.score([scored])
+        engine.release(output.handle)
+        assert engine._loop.cache.peek(scored) == 11
+
     def test_makes_room_without_eviction(self, make_engine: MakeEngine) -> None:
         """A live branch that is colder than a dead one stays."""
         engine = make_engine(page_size=4, num_pages=16, eviction="lru")
