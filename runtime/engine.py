@@ -151,8 +151,8 @@ class Engine:
             self._recorder.write("submit", tokens=tokens, params=params.to_dict(), namespace=namespace, **origin)
             if stream is not None:
                 stream.unfinished.add(handle)
-                self._loop.send_to(stream.mailbox, handle)
-            self._loop.start(request)
+                self._loop.post.send_to(stream.mailbox, handle)
+            self._loop.lives.start(request)
             return handle
 
     def fork(
@@ -191,8 +191,8 @@ class Engine:
         handle = self._loop.requests.next_handle()
         child = self._intake.fork(handle, request, choice, params, at=at, extra=extra or [])
         [branch] = child.branches
-        self._loop.share(request.branch(choice), branch, min(at, branch.num_tokens - 1, branch.first_row))
-        self._loop.start(child)
+        self._loop.lives.share(request.branch(choice), branch, min(at, branch.num_tokens - 1, branch.first_row))
+        self._loop.lives.start(child)
         return handle
 
     def abort(self, handle: Handle) -> None:
@@ -202,7 +202,7 @@ class Engine:
         with self._loop.changing("abort"):
             self._recorder.write("abort", number=handle.number)
             if request is not None:
-                self._loop.abort(request)
+                self._loop.lives.abort(request)
 
     def release(self, handle: Handle) -> None:
         """Say that a request will not be used again, which aborts it if it lives. Twice is fine.
@@ -216,8 +216,8 @@ class Engine:
         with self._loop.changing("release"):
             self._recorder.write("release", number=handle.number)
             if live is not None:
-                self._loop.abort(live)
-            self._loop.release(handle)
+                self._loop.lives.abort(live)
+            self._loop.lives.release(handle)
 
     def truncate(self, handle: Handle, num_tokens: int, *, choice: int = 0) -> None:
         """Keep `num_tokens` tokens of a choice, prompt included, as if what follows had not been sampled: no cost.
@@ -233,7 +233,7 @@ class Engine:
         num_tokens = integer("num_tokens", num_tokens, sequence.output_start, sequence.num_tokens)
         with self._loop.changing("truncate"):
             self._recorder.write("truncate", number=handle.number, num_tokens=num_tokens, choice=choice)
-            self._loop.truncate(sequence, num_tokens)
+            self._loop.lives.truncate(sequence, num_tokens)
 
     def adopt(self, handle: Handle, branch: Handle, *, choice: int = 0, branch_choice: int = 0) -> None:
         """Let a choice that ended own the tokens of one of its forks, as if it had gone on so. Frees the fork's handle.
@@ -263,7 +263,7 @@ class Engine:
         choices = {"choice": choice, "branch_choice": branch_choice}
         with self._loop.changing("adopt"):
             self._recorder.write("adopt", number=handle.number, branch=branch.number, **choices)
-            self._loop.adopt(sequence, branch, adopted)
+            self._loop.lives.adopt(sequence, branch, adopted)
 
     def pin(self, prompt: str | list[int], namespace: str = "", *, ttl: int | None = None) -> PinnedPrefix:
         """Keep the whole pages that the cache has of a prompt, for `ttl` steps or until `unpin`.
@@ -369,7 +369,7 @@ class Engine:
         before the step.
         """
         self._advance()
-        return self._loop.take_events()
+        return self._loop.post.take()
 
     def _advance(self) -> None:
         self._require_open()
@@ -377,12 +377,12 @@ class Engine:
             self._loop.advance()
 
     def _new_stream(self) -> EventStream:
-        return EventStream(self._advance, self._abandon, self._loop.forsaken)
+        return EventStream(self._advance, self._abandon, self._loop.post.forsaken)
 
     def _abandon(self, handles: Iterable[Handle]) -> None:
         self._loop.mend()
         with self._loop.changing("the end of a stream"):
-            self._loop.abandon(handles)
+            self._loop.lives.abandon(handles)
 
     def _branch(self, handle: Handle, choice: int, name: str = "") -> tuple[Request, Sequence]:
         """A request that lives or can still be forked, and its choice."""

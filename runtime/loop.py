@@ -1,12 +1,11 @@
-"""The loop of an engine: plan a step, run it, draw, commit; how requests begin and end, and the events that say so.
+"""The loop of an engine: plan a step, run it, draw, commit; and how it begins anew where it was broken off.
 
-Knows nothing of what a caller may ask: requests come checked. One thread; a clock is read for measures alone.
+Knows nothing of how requests begin and end, nor of what a caller may ask. One thread; a clock only measures.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -20,16 +19,17 @@ from .constraint import Grammars
 from .counting import Counters
 from .errors import InvalidRequest, RecordError
 from .liveness import Liveness
+from .lives import Lives
 from .logprobs import LogprobStore
 from .meter import Meter
 from .model import Forward, Model
-from .outputs import ChoiceEvent, Event, FinishEvent, FinishReason, Handle, TokenEvent
+from .outputs import TokenEvent
 from .owners import Owners
 from .pins import Pins
 from .plan import Entry, StepPlan
+from .post import Post
 from .record import Recorder
 from .registry import Registry
-from .request import Request
 from .runner import Runner
 from .sampler import Sampled, sample
 from .scheduler import Scheduler
@@ -62,9 +62,7 @@ class Loop:
         self._store = LogprobStore(config.num_pages + (config.num_host_pages or 0), config.page_size)
         self.cache = self._new_cache()
         self.tier = HostTier(self.cache, model, self._store, swap=config.swap, clock=self.meter.now)
-        self._events: list[Event] = []
-        self._mailboxes: dict[Handle, deque[Event]] = {}  # of requests whose events a stream reads, not `take_events`
-        self.forsaken: deque[Handle] = deque()  # requests whose stream was collected: nobody reads their events
+        self.post = Post()
         self._broken_off = ""  # what broke off which operation, while nobody has seen to it
         self._begin(num_submitted=0, num_pinned=0)
 
@@ -84,6 +82,19 @@ class Loop:
             keep_finished=config.keep_finished,
             finished_ttl=config.finished_ttl,
             num_submitted=num_submitted,
+        )
+        self.lives = Lives(
+            cache=self.cache,
+            requests=self.requests,
+            scheduler=self.scheduler,
+            scorer=self.scorer,
+            liveness=self._liveness,
+            grammars=self.grammars,
+            counters=self.counters,
+            meter=self.meter,
+            recorder=self._recorder,
+            post=self.post,
+            keeps=config.prefix_cache,
         )
 
     # -- interrupts -----------------------------------------------------------------------------------------------
@@ -115,15 +126,14 @@ class Loop:
             error = (
                 f"{self._broken_off} in the middle, so that the engine lost all that lived or was cached; submit again"
             )
-            for request in self.requests:
-                told = self._mailboxes.get(request.handle, self._events)
-                if not any(isinstance(event, FinishEvent) and event.handle == request.handle for event in told):
-                    told.append(FinishEvent(handle=request.handle, output=request.lost(error)))
+            lost = list(self.requests)
+            self.post.lost(lost, error)
             self.meter.start_over()
             self.cache = self._new_cache()
             self.tier.start_over(self.cache)
             self._begin(num_submitted=num_submitted, num_pinned=num_pinned)
-            self._mailboxes = {}
+            for request in lost:
+                self.post.close(request.handle)
             self._broken_off = ""
 
     # -- the step -------------------------------------------------------------------------------------------------
@@ -143,6 +153,12 @@ class Loop:
             self._is_stepping = False
         self.abandon_forsaken()
 
+    def abandon_forsaken(self) -> None:
+        """Abandon the requests of streams that were collected; in the middle of a step, after it."""
+        while self.post.forsaken and not self._is_stepping:
+            self.lives.abandon([self.post.forsaken[0]])
+            self.post.forsaken.popleft()
+
     def _advance(self) -> None:
         for number in self.pins.expire(self.step):  # told, since a step that plans nothing leaves no line
             self._recorder.write("unpin", number=number)
@@ -161,7 +177,7 @@ class Loop:
         for sequence in known:
             if self.requests.live(sequence.handle) is not None:
                 self.counters.add_cached(sequence, sequence.num_tokens)
-                self._end(sequence, "stop")
+                self.lives.end(sequence, "stop")
         return known
 
     def _run(self, plan: StepPlan) -> list[int] | None:
@@ -187,7 +203,7 @@ class Loop:
             if len(plan.entries) > 1:
                 self.scheduler.isolate(plan)
             else:  # it failed alone: whatever was raised ends it, and nobody else
-                self._end(plan.entries[0].sequence, "error", f"the model failed: {error}")
+                self.lives.end(plan.entries[0].sequence, "error", f"the model failed: {error}")
             return None
         self._runner.finish(plan)
         if any(entry.stop - entry.own_start > 1 for entry in plan.entries):
@@ -235,7 +251,7 @@ class Loop:
                 continue  # ended with another beam of its request
             if entry in sick:
                 self.cache.truncate(entry.table, entry.start)
-                self._end(entry.sequence, "error", "the model's hidden states or logits hold NaN or infinity")
+                self.lives.end(entry.sequence, "error", "the model's hidden states or logits hold NaN or infinity")
             elif self._config.prefix_cache:
                 self.cache.publish(entry.table)
                 self.scorer.note(entry.sequence, entry.start)
@@ -245,7 +261,7 @@ class Loop:
         branches = [sequence]
         if len(drawn) > 1:
             for branch in self.requests.of(sequence.number).fan_out():
-                self.share(sequence, branch, sequence.computed_len)
+                self.lives.share(sequence, branch, sequence.computed_len)
                 self.scheduler.enqueue(branch)
                 branches.append(branch)
         return [branch for branch, token in zip(branches, drawn, strict=True) if self._append(branch, token)]
@@ -264,11 +280,11 @@ class Loop:
         constraint = sequence.constraint
         assert constraint is not None
         if constraint.error is not None:
-            self._end(sequence, "error", f"its grammar cannot be followed: {constraint.error}")
+            self.lives.end(sequence, "error", f"its grammar cannot be followed: {constraint.error}")
         elif constraint.is_complete:
-            self._end(sequence, "stop")
+            self.lives.end(sequence, "stop")
         elif sequence.num_tokens >= sequence.max_len:
-            self._end(sequence, "length")
+            self.lives.end(sequence, "length")
         elif constraint.forced is not None and sequence.params.logprobs is None:
             return self._append(sequence, Sampled(token_id=constraint.forced))
         return False
@@ -283,7 +299,7 @@ class Loop:
         try:
             text = sequence.detokenizer.add(token_id) if sequence.detokenizer is not None and not ends else ""
         except Exception as error:  # a tokenizer that fails on one request's token must not take others along
-            self._end(sequence, "error", f"its output failed: {error!r}")
+            self.lives.end(sequence, "error", f"its output failed: {error!r}")
             return False
         if sequence.constraint is not None and sequence.constraint.forced is not None:
             sequence.forced.append(sequence.num_tokens)
@@ -298,11 +314,11 @@ class Loop:
                 text=text,
                 logprobs=sampled.logprobs,
             )
-            self._tell(event)
+            self.post.tell(event)
         if ends or (sequence.detokenizer is not None and sequence.detokenizer.stopped is not None):
-            self._end(sequence, "stop")
+            self.lives.end(sequence, "stop")
         elif sequence.num_tokens >= sequence.max_len and sequence.constraint is None:
-            self._end(sequence, "length")
+            self.lives.end(sequence, "length")
         else:
             return True
         return False
@@ -319,141 +335,15 @@ class Loop:
         continuations = request.search.advance(torch.stack(ready))
         self._liveness.search_on(request, before, request.search.hypotheses)
         if request.search.is_done:
-            self._end_search(request)
+            self.lives.end_search(request)
             return
         forked, given_up = request.select(continuations)
         for parent, child in forked:
-            self.share(parent, child, parent.computed_len)
+            self.lives.share(parent, child, parent.computed_len)
             self.scheduler.enqueue(child)
         for branch in given_up:
             self.scheduler.remove(branch)
             self._liveness.give_up(branch)
-
-    # -- beginnings and ends --------------------------------------------------------------------------------------
-
-    def start(self, request: Request) -> None:
-        self.requests.add(request)
-        for branch in request.branches:
-            self.scorer.add(branch)
-            self.meter.submitted(branch)
-            self.scheduler.enqueue(branch)
-
-    def share(self, parent: Sequence, child: Sequence, max_len: int) -> None:
-        """Give a child the parent's pages of up to `max_len` tokens, O(pages), if there are any. No copy."""
-        self.counters.forks += 1
-        stop = min(parent.computed_len, max_len)
-        if parent.table is not None and stop:
-            child.table = self.cache.fork(parent.table, child.label)
-            self.cache.truncate(child.table, stop)
-            self.counters.add_cached(child, stop)
-
-    def abort(self, request: Request) -> None:
-        """End what lives of a request."""
-        if request.search is not None:
-            self._end_search(request, "abort")
-        else:
-            for branch in request.live:
-                self._end(branch, "abort")
-
-    def release(self, handle: Handle) -> None:
-        """Forget a request that ended, and drop what was generated for it, or for what it forked, and nobody owns."""
-        request = self.requests.ended(handle)
-        if request is not None:
-            self.requests.forget(handle)
-            self._liveness.released(request)
-
-    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Cut a sequence, alive or not, and its table."""
-        old = sequence.fed.copy()
-        if sequence.table is not None and sequence.table.seq_len >= num_tokens:
-            self.cache.truncate(sequence.table, num_tokens - 1)
-        sequence.truncate(num_tokens)
-        if sequence.constraint is not None:
-            self.grammars.look([sequence.constraint])
-        self._liveness.replaced(sequence, old)
-
-    def adopt(self, sequence: Sequence, branch: Handle, adopted: Sequence) -> None:
-        """Let a sequence that ended take over one of the request `branch`, which is released."""
-        old = sequence.fed
-        sequence.take_over(adopted)
-        self._liveness.replaced(sequence, old)
-        self.release(branch)
-
-    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        """The one way a choice ends: what it has computed stays in the cache, everything else is given back."""
-        request = self.requests.of(sequence.number)
-        if request.search is not None:
-            self._end_search(request, reason, error)
-            return
-        self._leave(sequence, reason)
-        self._liveness.ended(sequence)
-        self.meter.ended(sequence)
-        sequence.follow(None)  # a constraint holds memory; a fork follows the grammar anew
-        text = sequence.detokenizer.flush() if sequence.detokenizer is not None else ""
-        sequence.note(text, None)
-        for choice in request.end(sequence, reason, error):
-            if not request.params.is_ranked:
-                self._tell(ChoiceEvent(handle=request.handle, choice=choice.index, text=text, finish_reason=reason))
-        if request.is_over:
-            self._finish(request)
-
-    def _end_search(self, request: Request, reason: FinishReason | None = None, error: str | None = None) -> None:
-        """A search ends as a whole, by itself or for `reason`."""
-        assert request.search is not None
-        beams, hypotheses = request.branches, request.search.hypotheses
-        for beam in beams:
-            self._leave(beam, reason)
-        request.end_search(reason, error)
-        self._liveness.search_over(request, beams, hypotheses)
-        self._finish(request)
-
-    def _leave(self, sequence: Sequence, reason: FinishReason | None) -> None:
-        """A sequence gives its pages up; where nothing is wrong with them, the cache keeps them."""
-        if sequence.table is not None and self._config.prefix_cache and reason != "error":
-            self.cache.publish(sequence.table, tail=True)
-            if sequence.scores is not None:
-                self.scorer.leave(sequence, self.cache.match(sequence.table.tokens, sequence.namespace))
-        self.scheduler.remove(sequence)
-        self.scorer.remove(sequence)
-
-    def _finish(self, request: Request) -> None:
-        """All choices have ended."""
-        self.meter.finished(request.handle.number)
-        self._liveness.request_over(request)
-        self._tell(FinishEvent(handle=request.handle, output=request.output()))
-        self.requests.end(request, self.step)
-        self._mailboxes.pop(request.handle, None)
-
-    # -- events ---------------------------------------------------------------------------------------------------
-
-    def send_to(self, mailbox: deque[Event], handle: Handle) -> None:
-        """Put the events of a request there from now on."""
-        self._mailboxes[handle] = mailbox
-
-    def take_events(self) -> list[Event]:
-        """What was told since the last call and is in no mailbox, in order."""
-        try:
-            return self._events
-        finally:
-            self._events = []  # last: an interrupt before it loses none
-
-    def abandon(self, handles: Iterable[Handle]) -> None:
-        """Abort what still lives of these requests: nobody is left to read their events."""
-        for handle in handles:
-            if (request := self.requests.live(handle)) is not None:
-                self._recorder.write("abort", number=handle.number)
-                self.abort(request)
-            self._mailboxes.pop(handle, None)
-
-    def abandon_forsaken(self) -> None:
-        """Abandon the requests of streams that were collected; in the middle of a step, after it."""
-        while self.forsaken and not self._is_stepping:
-            self.abandon([self.forsaken[0]])
-            self.forsaken.popleft()
-
-    def _tell(self, event: Event) -> None:
-        """To the stream that reads the request, or to `take_events`."""
-        self._mailboxes.get(event.handle, self._events).append(event)
 
     # -- the whole state ------------------------------------------------------------------------------------------
 

@@ -204,7 +204,7 @@ def test_a_slot_that_other_tokens_come_into_is_not_known(make_engine: MakeEngine
     [fork] = engine.fork(scored, params=GREEDY, at=3, text=[9])
     table = engine._loop.requests.find(fork).branches[0].table
     assert table is not None, "it holds the page"
-    engine._loop._end(engine._loop.requests.find(scored).branches[0], "error")
+    engine._loop.lives.end(engine._loop.requests.find(scored).branches[0], "error")
     engine.step()
     engine.step()
     [score] = engine.score([[1, 2, 3, 9]])
