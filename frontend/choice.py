@@ -11,11 +11,10 @@ from typing import Generic, TypeVar
 
 from radixrt.runtime import Output, ScoreParams, Usage
 
-from .driver import Driver, Ticket
-from .events import Fate, SlotReport, Where
-from .failures import GenerationFailed, StateMisuse, annotate, is_same
+from .failures import GenerationFailed, StateMisuse, is_same
 from .node import Node, Origin, root, watch
 from .options import Options, ScoreName, Verdict, number_of
+from .requests import Requests
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -26,32 +25,15 @@ class Choice(Generic[T_co]):
     Waits, and raises what went wrong, as a slot does.
     """
 
-    def __init__(
-        self,
-        driver: Driver,
-        where: Where,
-        name: str | None,
-        values: Sequence[T_co],
-        options: Options,
-        *,
-        is_async: bool,
-    ) -> None:
-        self.name = name
+    def __init__(self, values: Sequence[T_co], options: Options, requests: Requests) -> None:
+        self.name = requests.name
         self.options = tuple(values)
-        self._driver = driver
-        self._where = where
+        self.requests = requests  # for states; by number of the prompt
+        self.nodes: list[Node] = []  # of the requests
         self._options = options
-        self._is_async = is_async
-        self.nodes: list[Node] = []  # the requests, by number of the prompt
-        self._report: SlotReport | None = None
-        self._was_cancelled = False
-        self._tickets: list[Ticket] = []
         self._found: dict[int, Output] = {}
         self._heard: set[int] = set()  # prompts whose request has ended
         self._verdict: Verdict | None = None
-        self._error: BaseException | None = None
-        self._note = f"in {where}, choice {name or 'without a name'}"
-        self.was_raised = False
 
     @property
     def value(self) -> T_co:
@@ -90,7 +72,7 @@ class Choice(Generic[T_co]):
         try:
             numbers = [number_of(option) for option in self.options]
         except (TypeError, ValueError) as error:
-            raise StateMisuse(f"expected: an option is no number, {self._note}: {error}") from error
+            raise StateMisuse(f"expected: an option is no number, {self.requests.note}: {error}") from error
         return sum(prob * number for prob, number in zip(probs, numbers, strict=True))
 
     @property
@@ -101,7 +83,7 @@ class Choice(Generic[T_co]):
 
     @property
     def is_done(self) -> bool:
-        return all(ticket.is_done for ticket in self._tickets)
+        return self.requests.is_done
 
     def __bool__(self) -> bool:
         """Of the value, so that `if` waits for it."""
@@ -117,10 +99,10 @@ class Choice(Generic[T_co]):
         return self.text
 
     def __repr__(self) -> str:
-        return f"<choice of {self._where}: {self.text if self._verdict is not None else 'no value'!r}>"
+        return f"<choice of {self.requests.where}: {self.text if self._verdict is not None else 'no value'!r}>"
 
     def __await__(self) -> Generator[object, None, T_co]:
-        yield from self.settled().__await__()
+        yield from self.requests.settled().__await__()
         return self.value
 
     # -- for states -----------------------------------------------------------------------------------------------
@@ -134,12 +116,14 @@ class Choice(Generic[T_co]):
         def told(number: int, outcome: Output | BaseException) -> None:
             self._take(number, outcome)
             if len(self._heard) == len(self.nodes):
-                if self._error is None:
+                if self.requests.error is None:
                     found = [self._found[at].score for at in range(len(self.nodes))]
                     logprobs = [score.logprobs for score in found if score is not None]
                     self._verdict = self._options.verdict(logprobs, temperature=temperature, seed=seed)
                 on_end()
-                self._tell_end()
+                verdict = self._verdict if self.requests.error is None else None
+                text = self._options.texts[verdict.index] if verdict is not None else None
+                self.requests.tell_end((text, "stop") if text is not None else None, self.cost)
                 for node in self.nodes:
                     node.drop()
 
@@ -151,58 +135,12 @@ class Choice(Generic[T_co]):
                 node.drop()
             raise
         for number, node in enumerate(self.nodes):
-            self._tickets.append(watch(node, partial(told, number)))
-
-    def tells(self, report: SlotReport) -> None:
-        """From now on, before anything came of it, tell what does."""
-        self._report = report
-
-    def _tell_end(self) -> None:
-        if self._report is not None:
-            verdict = self._verdict if self._error is None else None
-            fate: Fate = "stop" if verdict is not None else "cancelled" if self._was_cancelled else "error"
-            text = self._options.texts[verdict.index] if verdict is not None else None
-            self._report.ended(text, fate, self.cost, self._error)
-
-    def settle(self) -> None:
-        """Wait, in a plain program, until all has ended."""
-        if not self.is_done:
-            if self._is_async:
-                raise StateMisuse(
-                    f"choice {self.name or ''}: not awaited yet, in {self._where}; write `await` before it"
-                )
-            for ticket in self._tickets:
-                self._driver.wait(ticket)
-
-    async def settled(self) -> None:
-        """Await the end of all; a cancelled wait cancels it."""
-        try:
-            for ticket in self._tickets:
-                await self._driver.wait_async(ticket)
-        except BaseException:
-            self.cancel(StateMisuse("choice: cancelled, as was the task that awaited it"))
-            self.was_raised = True
-            raise
-
-    def cancel(self, reason: BaseException) -> None:
-        self._was_cancelled = not self.is_done
-        for ticket in self._tickets:
-            self._driver.cancel(ticket, reason)
-
-    @property
-    def has_failed(self) -> bool:
-        """It ended without a value."""
-        return self._error is not None
-
-    @property
-    def unraised(self) -> bool:
-        """It failed, and nobody has been told."""
-        return self._error is not None and not self.was_raised
+            self.requests.tickets.append(watch(node, partial(told, number)))
 
     @property
     def committed(self) -> tuple[int, ...] | None:
         """All ids up to the option's end that a state's own request does not hold; None where nothing was chosen."""
-        if self._verdict is None or self._error is not None:
+        if self._verdict is None or self.requests.error is not None:
             return None
         return self._options.ids[self._verdict.index]
 
@@ -210,12 +148,12 @@ class Choice(Generic[T_co]):
         """Keep what one request came to. The first error counts."""
         self._heard.add(number)
         if isinstance(outcome, BaseException):
-            self._error = self._error or outcome
+            self.requests.error = self.requests.error or outcome
             return
         self._found[number] = outcome
         if outcome.score is None or outcome.score.error is not None:
             said = outcome.score.error if outcome.score is not None else "the backend gave no scores"
-            self._error = self._error or GenerationFailed(f"choice: {said}")
+            self.requests.error = self.requests.error or GenerationFailed(f"choice: {said}")
 
     @property
     def cost(self) -> Usage:
@@ -230,10 +168,7 @@ class Choice(Generic[T_co]):
         )
 
     def _ended(self) -> Verdict:
-        self.settle()
-        if self._error is not None:
-            self.was_raised = True
-            annotate(self._error, self._note)
-            raise self._error
+        self.requests.settle()
+        self.requests.raise_error()
         assert self._verdict is not None, "all have ended"
         return self._verdict

@@ -34,7 +34,7 @@ class Session:
         """The state behind it, for whatever a session does not offer."""
         if self._state is None:
             raise StateMisuse("session: not open; use it inside of `with rx.session(...) as chat:`")
-        if self._turn is not None and self._turn[0].has_failed:
+        if self._turn is not None and self._turn[0].requests.error is not None:
             self._state.rewind(self._turn[1])
             self._turn = None
         return self._state

@@ -19,7 +19,6 @@ from radixrt.runtime import (
     InvalidRequest,
     Output,
     PinnedPrefix,
-    RadixrtError,
     SamplingParams,
     Usage,
 )
@@ -28,9 +27,10 @@ from .checks import check_kind, number, optional_integer, refuse
 from .choice import Choice
 from .content import Content, Said
 from .events import BranchClosed, Rewound, SlotReport, TextGiven, Where
-from .failures import BranchCancelled, StateMisuse, annotate
+from .failures import BranchCancelled, StateMisuse
 from .node import Node, owner, root, seed_of, watch
 from .options import ScoreName, options_of
+from .requests import Requests
 from .run import Boundary, Cost, Generation, Run, Sampling
 from .slot import Slot
 from .tools import Answer, AnyTool, Call, form_of_turn
@@ -77,7 +77,7 @@ class State:
         self._begun = self._content
         self._told = self._content.said  # the last that observers know
         self._value: object = None  # what the program returned
-        self._slot: Slot[Any] | Choice[Any] | None = None  # the last
+        self._last: Requests | None = None  # asked for
         self._num_slots = 0  # ever asked for
         self._scope: Scope | None = None  # while its branches live
         self._num_branches = 0  # ever made
@@ -181,8 +181,8 @@ class State:
         boundary: Boundary = "raw",
         **sampling: Unpack[Sampling],
     ) -> Slot[T]:
-        self._check_slot("gen", name)
-        with self._noting(f"slot {name or 'without a name'}"):
+        requests = self._asked("gen", "slot", name)
+        with requests.beginning():
             if unknown := set(sampling) - set(Sampling.__annotations__):
                 allowed = ", ".join(sorted(Generation.__annotations__))
                 raise InvalidRequest(f"gen: {', '.join(sorted(unknown))} given; allowed: {allowed}")
@@ -199,7 +199,7 @@ class State:
                 prefix=self._healed(boundary),
                 **sampling,
             )
-            return self._start(Slot(self._driver, self._where, name, form, is_async=self._run.is_async), params)
+            return self._start(Slot(form, requests), params)
 
     def _start(self, slot: Slot[T], params: SamplingParams) -> Slot[T]:
         with self._driver.lock:
@@ -210,19 +210,20 @@ class State:
             self._says(slot, node, before)
         return slot
 
-    def _check_slot(self, verb: str, name: str | None) -> None:
-        """Something may be asked for now, and have this name."""
+    def _asked(self, verb: str, kind: Literal["slot", "choice"], name: str | None) -> Requests:
+        """The requests of something that may be asked for now, and have this name."""
         self._take_turn()
         self._check_message()
         check_kind("name", name, (str, NoneType), "a text, by which state[name] finds it")
         if name is not None and name in self._content.slots:
             raise StateMisuse(f"{verb}: {name!r} is the name of an earlier slot, in {self._where}; choose another")
+        return Requests(kind, name, self._driver, self._where, is_async=self._run.is_async)
 
     def _says(self, slot: Slot[Any] | Choice[Any], node: Node, before: Content) -> None:
         """What was asked for, with its first request, comes next."""
         named = {**before.slots, slot.name: slot} if slot.name is not None else before.slots
         self._content = replace(before, said=Said(slot, before.message, before.said), slots=named)
-        self._slot = slot
+        self._last = slot.requests
         self._observe(slot, node, before)
 
     def _healed(self, boundary: Boundary) -> str:
@@ -236,14 +237,6 @@ class State:
                 'special or a generated token, "heal" or "raw"'
             )
         return rest
-
-    @contextmanager
-    def _noting(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RadixrtError as error:
-            annotate(error, f"in {self._where}, {what}, before it had a request")
-            raise
 
     def _request(self, params: SamplingParams) -> Node:
         """The request that goes on from here. It sends what came since the last one."""
@@ -300,14 +293,14 @@ class State:
         pass that computes what they share once. `score` names what decides (docs/language.md), and `end` is the text
         behind an option that "prefix_free" counts, by default the token that ends a sequence. Starts at once, as `gen`.
         """
-        self._check_slot("choose", name)
+        requests = self._asked("choose", "choice", name)
         temperature = number("temperature", temperature, 0)
         check_kind("options", options, Iterable, "texts, or what `str` makes them of")
         values = list(options)
         with self._driver.lock:
             self._check_open()
             before = self._content
-            with self._noting(f"choice {name or 'without a name'}"):
+            with requests.beginning():
                 known = options_of(
                     values,
                     context=before.certain(self._codec),
@@ -318,7 +311,7 @@ class State:
                     start_ids=self._codec.start_ids,
                     ending_ids=self._ending_ids,
                 )
-                choice = Choice(self._driver, self._where, name, values, known, is_async=self._run.is_async)
+                choice = Choice(values, known, requests)
                 choice.runs(
                     self._run.origin,
                     temperature=temperature,
@@ -351,7 +344,7 @@ class State:
             report = SlotReport(self._run.tell, self._where, number, slot.name)
             prompt = node.tokens(node.num_tokens)
             report.started(node.handle.number, self._driver.backend.explain(prompt, self._run.origin.namespace))
-            slot.tells(report)
+            slot.requests.tells(report)
 
     def _tell_given(self, content: Content) -> None:
         """Tell observers what text was appended since they last heard. O(what was)."""
@@ -550,15 +543,15 @@ class State:
 
     def _settle(self) -> None:
         """The last generation has ended, and if it failed, somebody knows."""
-        slot = self._slot
-        if slot is not None:
-            slot.settle()
-            if slot.unraised:
-                slot.value  # noqa: B018  # raises
+        requests = self._last
+        if requests is not None:
+            requests.settle()
+            if not requests.was_raised:
+                requests.raise_error()
 
     async def _settled(self) -> None:
-        if self._slot is not None:
-            await self._slot.settled()
+        if self._last is not None:
+            await self._last.settled()
             self._settle()
 
     def _charge(self, usage: Usage) -> None:
@@ -575,8 +568,8 @@ class State:
             self._closed_by = reason if reason is not None else StateMisuse("state: closed before this had ended")
             if self._scope is not None:
                 self._scope.close(reason)
-            if self._slot is not None:
-                self._slot.cancel(self._closed_by)
+            if self._last is not None:
+                self._last.cancel(self._closed_by)
             for node in (*self._marked, *self._held):
                 node.drop()
             self._is_pinned = False
