@@ -90,8 +90,7 @@ class Content:
 
     def certain(self, codec: Codec) -> tuple[int, ...]:
         """All ids before the pending text. O(tokens)."""
-        sent = self.node.tokens(self.at) if self.node is not None else []
-        return (*sent, *(codec.start_ids if self.is_empty else self.committed))
+        return (*self._sent, *(codec.start_ids if self.is_empty else self.committed))
 
     def settled(self, codec: Codec) -> Content:
         """The same, with as much of the pending text committed as no continuation changes."""
@@ -100,11 +99,27 @@ class Content:
 
     def tokens(self, codec: Codec) -> list[int]:
         """All ids, as a generation would send them now. O(tokens)."""
-        return [*(self.node.tokens(self.at) if self.node is not None else ()), *self.flushed(codec)]
+        return [*self._sent, *self.flushed(codec)]
+
+    def text(self, codec: Codec) -> str:
+        """All as text, what the chat template wrote included; special tokens add nothing. O(tokens)."""
+        return codec.decode([*self._sent, *self.committed]) + self.pending
+
+    def messages(self) -> list[dict[str, str]]:
+        """The messages, as role and content. Waits for their slots."""
+        parts: list[list[str]] = [[] for _ in self.roles]
+        for said in self.things():
+            if said.message is not None:
+                parts[said.message].append(said.text)
+        return [{"role": role, "content": "".join(part)} for role, part in zip(self.roles, parts, strict=True)]
 
     def things(self, *, since: Said | None = None) -> list[Said]:
         """What was said, in order; all of it, or what came `since`."""
         return list(reversed(list(self._backwards(since))))
+
+    @property
+    def _sent(self) -> list[int]:
+        return self.node.tokens(self.at) if self.node is not None else []
 
     def _backwards(self, stop: Said | None) -> Iterator[Said]:
         said = self.said

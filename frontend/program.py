@@ -19,6 +19,7 @@ from radixrt.runtime import CacheUse, Engine, InvalidRequest
 
 from .backend import Backend
 from .batch import Journal, in_tasks, in_threads, rows_of
+from .branch import Branch
 from .checks import check_kind, integer, refuse
 from .driver import Driver, always, driver_of
 from .events import Observer, RunEnded, RunEvent, RunStarted
@@ -78,7 +79,7 @@ class Options:
 
 
 @contextmanager
-def root_state(
+def root_branch(
     engine: Runs,
     options: Options,
     *,
@@ -86,8 +87,8 @@ def root_state(
     is_async: bool,
     row: int | None = None,
     mailbox: Mailbox | None = None,
-) -> Iterator[State]:
-    """A fresh state, closed in the end. The engine object is kept until then."""
+) -> Iterator[Branch]:
+    """A fresh branch, closed in the end. The engine object is kept until then."""
     origin = Origin(
         driver=driver_of(engine),
         namespace=options.namespace,
@@ -98,18 +99,18 @@ def root_state(
     with origin.driver.running(), ExitStack() as stack:
         observers = options.observing(stack) if mailbox is None else [*options.observing(stack), mailbox]
         run = Run(origin=origin, program=program, seed=options.seed, is_async=is_async, observers=tuple(observers))
-        state, failure = State(run), None
-        run.tell(RunStarted(where=state._where, seed=options.seed, row=row))
+        branch, failure = Branch(run), None
+        run.tell(RunStarted(where=branch.where, seed=options.seed, row=row))
         try:
-            yield state
+            yield branch
         except BaseException as error:
             failure = error
             if isinstance(error, Exception):
                 annotate(error, f"in program {program}")
             raise
         finally:
-            state.close()
-            run.tell(RunEnded(where=state._where, value=state._value, error=failure))
+            branch.close()
+            run.tell(RunEnded(where=branch.where, value=branch.value, error=failure))
         for fault in run.faults.values():
             raise fault
 
@@ -145,15 +146,15 @@ class Program(Generic[P, R, C]):
         if self._is_async:
             self._check_no_loop("run", "write `await` and arun")
             return asyncio.run(self.arun(engine, *args, **kwargs))
-        with self._root(engine) as state:
-            return self._here(state, args, kwargs)
+        with self._root(engine) as branch:
+            return self._here(branch, args, kwargs)
 
     async def arun(self, engine: Runs, *args: P.args, **kwargs: P.kwargs) -> R:
         """What it returns. A plain program runs in a thread; cancelling this cancels either kind."""
-        with self._root(engine) as state:
+        with self._root(engine) as branch:
             if not self._is_async:
-                return await self._in_thread(state, args, kwargs)
-            return await self._awaited(state, args, kwargs)
+                return await self._in_thread(branch, args, kwargs)
+            return await self._awaited(branch, args, kwargs)
 
     def stream(self, engine: Runs, *args: P.args, **kwargs: P.kwargs) -> Generator[RunEvent, None, None]:
         """What happens in a run, as it happens; `RunEnded` comes last, and an error is raised as itself.
@@ -172,16 +173,16 @@ class Program(Generic[P, R, C]):
                     runner.run(events.aclose())
             return
         mailbox = Mailbox(driver := driver_of(engine))
-        with self._root(driver, mailbox=mailbox) as state:
-            work = partial(self._here, state, args, kwargs)
-            yield from mailbox.during(work, cancel=lambda: state.close(BranchCancelled()))
+        with self._root(driver, mailbox=mailbox) as branch:
+            work = partial(self._here, branch, args, kwargs)
+            yield from mailbox.during(work, cancel=lambda: branch.close(BranchCancelled()))
         yield from mailbox.rest()
 
     async def astream(self, engine: Runs, *args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[RunEvent, None]:
         """As `stream`, in your event loop: where an async program runs too."""
         mailbox = Mailbox(driver := driver_of(engine), asyncio.get_running_loop())
-        with self._root(driver, mailbox=mailbox) as state:
-            work = (self._awaited if self._is_async else self._in_thread)(state, args, kwargs)
+        with self._root(driver, mailbox=mailbox) as branch:
+            work = (self._awaited if self._is_async else self._in_thread)(branch, args, kwargs)
             async with aclosing(mailbox.during_async(work)) as events:
                 async for event in events:
                     yield event
@@ -221,7 +222,7 @@ class Program(Generic[P, R, C]):
             self._check_no_loop("batch", "call it in a thread, as asyncio.to_thread does")
         driver = driver_of(engine)
         journal = Journal(resume, todo, program=f"{self.name}:{self._options.seed}") if resume is not None else None
-        live: set[State] = set()
+        live: set[Branch] = set()
         try:
             known = journal.values if journal is not None else {}
             numbers = prefix_order(self._function, todo, (n for n in range(len(todo)) if n not in known))
@@ -241,10 +242,10 @@ class Program(Generic[P, R, C]):
         rows: list[Mapping[str, Any]],
         numbers: list[int],
         journal: Journal | None,
-        live: set[State],
+        live: set[Branch],
         concurrency: int,
     ) -> dict[int, Ok[Any] | Failed]:
-        def root(number: int) -> AbstractContextManager[State]:
+        def root(number: int) -> AbstractContextManager[Branch]:
             seeded = self.options(seed=seed_of(self._options.seed, (number,)))
             return seeded._root(driver, row=number)
 
@@ -252,20 +253,20 @@ class Program(Generic[P, R, C]):
             return journal.add(number, value) if journal is not None else value
 
         async def task(number: int) -> Any:
-            with root(number) as state:
-                return kept(number, await self._awaited(state, (), rows[number]))
+            with root(number) as branch:
+                return kept(number, await self._awaited(branch, (), rows[number]))
 
         def call(number: int) -> Any:
-            with root(number) as state:
-                live.add(state)
+            with root(number) as branch:
+                live.add(branch)
                 try:
-                    return kept(number, self._here(state, (), rows[number]))
+                    return kept(number, self._here(branch, (), rows[number]))
                 finally:
-                    live.discard(state)
+                    live.discard(branch)
 
         def stop() -> None:
-            for state in list(live):
-                state.close(BranchCancelled())
+            for branch in list(live):
+                branch.close(BranchCancelled())
 
         if self._is_async:
             return asyncio.run(in_tasks(task, numbers, concurrency=concurrency))
@@ -273,36 +274,36 @@ class Program(Generic[P, R, C]):
 
     def _root(
         self, engine: Runs, *, row: int | None = None, mailbox: Mailbox | None = None
-    ) -> AbstractContextManager[State]:
-        return root_state(engine, self._options, program=self.name, is_async=self._is_async, row=row, mailbox=mailbox)
+    ) -> AbstractContextManager[Branch]:
+        return root_branch(engine, self._options, program=self.name, is_async=self._is_async, row=row, mailbox=mailbox)
 
     def _check_no_loop(self, verb: str, instead: str) -> None:
         """An event loop of its own can run here."""
         if _in_event_loop():
             raise StateMisuse(f"{verb}: an event loop runs here, and {self.name} is async; {instead}")
 
-    async def _awaited(self, state: State, args: Any, kwargs: Any) -> R:
-        value: Any = await self._called(state, args, kwargs)
-        await state._settled()
-        state._value = value
+    async def _awaited(self, branch: Branch, args: Any, kwargs: Any) -> R:
+        value: Any = await self._called(branch, args, kwargs)
+        await branch.settled()
+        branch.value = value
         return value  # type: ignore[no-any-return]
 
-    def _called(self, state: State, args: Any, kwargs: Any) -> Any:
-        return self._function(state, *args, **kwargs)
+    def _called(self, branch: Branch, args: Any, kwargs: Any) -> Any:
+        return self._function(State(branch), *args, **kwargs)
 
-    def _here(self, state: State, args: Any, kwargs: Any) -> R:
-        with state._driver.attending():
-            value: Any = plain_value(self._called(state, args, kwargs), self.name)
-            state._settle()
-            state._value = value
+    def _here(self, branch: Branch, args: Any, kwargs: Any) -> R:
+        with branch.driver.attending():
+            value: Any = plain_value(self._called(branch, args, kwargs), self.name)
+            branch.settle()
+            branch.value = value
             return value  # type: ignore[no-any-return]
 
-    async def _in_thread(self, state: State, args: Any, kwargs: Any) -> R:
-        work = asyncio.ensure_future(asyncio.to_thread(self._here, state, args, kwargs))
+    async def _in_thread(self, branch: Branch, args: Any, kwargs: Any) -> R:
+        work = asyncio.ensure_future(asyncio.to_thread(self._here, branch, args, kwargs))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            state.close(BranchCancelled())
+            branch.close(BranchCancelled())
             await asyncio.wait([work])
             work.cancelled() or work.exception()  # seen
             raise

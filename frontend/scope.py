@@ -15,6 +15,7 @@ from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, overload
 
+from .branch import Branch
 from .checks import check_kind, integer, refuse
 from .content import Content
 from .events import BranchOpened
@@ -50,34 +51,34 @@ class Ok(Generic[R_co]):
 class Scope:
     """The states of a scope, from where its parent stands when it is entered."""
 
-    def __init__(self, parent: State, n: int) -> None:
+    def __init__(self, parent: Branch, n: int) -> None:
         self._parent = parent
         self._n = n
         self._states: tuple[State, ...] = ()
-        self._winner: State | None = None
+        self._winner: Branch | None = None
 
     def choose(self, branch: State) -> None:
         if branch not in self._states:
             raise StateMisuse(f"adopt: {branch!r} is no branch of the scope that is open; choose one of that")
-        self._winner = branch
+        self._winner = branch._branch
 
     def _open(self) -> None:
         parent = self._parent
-        parent._take_turn()
+        parent.take_turn()
         if self._states:
-            raise StateMisuse(f"scope: entered twice, in {parent._where}; call fork again")
-        with parent._driver.lock:
-            parent._check_open()
-            parent._content = content = parent._content.settled(parent._codec)
-            first, parent._num_branches = parent._num_branches, parent._num_branches + self._n
+            raise StateMisuse(f"scope: entered twice, in {parent.where}; call fork again")
+        with parent.driver.lock:
+            parent.check_open()
+            parent.content = content = parent.content.settled(parent.codec)
+            first, parent.num_branches = parent.num_branches, parent.num_branches + self._n
             self._states = tuple(
-                State(parent._run, content=one, parent=parent, path=(*parent.path, first + index))
+                State(Branch(parent.run, content=one, parent=parent, path=(*parent.where.path, first + index)))
                 for index, one in enumerate(self._contents(content))
             )
-            parent._scope = self
-            parent._tell_given(content)
+            parent.scope = self
+            parent.tell_given(content)
             for state in self._states:
-                state._run.tell(BranchOpened(where=state._where))
+                parent.run.tell(BranchOpened(where=state._branch.where))
 
     def _contents(self, content: Content) -> list[Content]:
         """What each branch begins with: a node of its own, but where it is alone or nothing was generated yet."""
@@ -89,17 +90,16 @@ class Scope:
     def _leave(self) -> None:
         """The scope ended well: the winner, if there is one, has ended too, and the parent goes on as it."""
         if self._winner is not None:
-            self._winner._settle()
-            self._parent._go_on_as(self._winner._content, told=self._winner._told)
+            self._parent.go_on_as(self._winner.settle(), told=self._winner.told)
             self._winner.close(adopted=True)
         self.close(None)
 
     def close(self, reason: BaseException | None) -> None:
         """End every branch and let go of its pages. The parent is its own again."""
-        with self._parent._driver.lock:
+        with self._parent.driver.lock:
             for state in self._states:
                 state.close(reason)
-            self._parent._scope = None
+            self._parent.scope = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -116,7 +116,7 @@ class Scope:
         try:
             if error is None:
                 if self._winner is not None:
-                    await self._winner._settled()
+                    await self._winner.settled()
                 self._leave()
         finally:
             self.close(None)
@@ -125,7 +125,7 @@ class Scope:
 class Scratch(Scope):
     """A scope of one branch, which the `with` statement names."""
 
-    def __init__(self, parent: State) -> None:
+    def __init__(self, parent: Branch) -> None:
         super().__init__(parent, 1)
 
     def __enter__(self) -> State:
@@ -139,7 +139,7 @@ class Scratch(Scope):
 class Branches(Scope, Sequence[State]):
     """The branches of a scope, in order."""
 
-    def __init__(self, parent: State, n: int) -> None:
+    def __init__(self, parent: Branch, n: int) -> None:
         super().__init__(parent, integer("fork", n, 0, MAX_BRANCHES, or_else="a sequence of items, or "))
 
     def __enter__(self) -> Self:
@@ -160,7 +160,7 @@ class Branches(Scope, Sequence[State]):
 
     def __getitem__(self, index: int | slice) -> State | Sequence[State]:
         if not self._states and self._n:
-            raise StateMisuse(f"branches: there are none yet, in {self._parent._where}; go into their scope by `with`")
+            raise StateMisuse(f"branches: there are none yet, in {self._parent.where}; go into their scope by `with`")
         return self._states[index]
 
     def __setitem__(self, index: int, state: State) -> None:
@@ -195,7 +195,7 @@ class Branches(Scope, Sequence[State]):
 class ItemBranches(Branches, Generic[T]):
     """The branches of a scope, one for each item."""
 
-    def __init__(self, parent: State, items: Sequence[T]) -> None:
+    def __init__(self, parent: Branch, items: Sequence[T]) -> None:
         super().__init__(parent, len(items))
         self.items = items
 
@@ -224,10 +224,10 @@ def _map_all(scope: Scope, states: Sequence[State], function: Callable[[State], 
     if on_error not in ("raise", "collect"):
         refuse("on_error", on_error, '"raise" or "collect"')
     parent = scope._parent
-    parent._check_open()
-    if parent._scope is not scope:
-        raise StateMisuse(f"map: the scope is not open, in {parent._where}; call it inside of `with`")
-    if parent._run.is_async:
+    parent.check_open()
+    if parent.scope is not scope:
+        raise StateMisuse(f"map: the scope is not open, in {parent.where}; call it inside of `with`")
+    if parent.run.is_async:
         return _in_tasks(states, function, on_error)
     return _in_threads(parent, states, function, on_error)
 
@@ -244,7 +244,7 @@ async def _in_tasks(
                 )
             value = await result
         except Exception as error:
-            annotate(error, f"in {state._where}")
+            annotate(error, f"in {state._branch.where}")
             if on_error == "raise":
                 raise
             return Failed(error)
@@ -263,7 +263,7 @@ async def _in_tasks(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _in_threads(parent: State, states: Sequence[State], function: Callable[[State], Any], on_error: OnError) -> Any:
+def _in_threads(parent: Branch, states: Sequence[State], function: Callable[[State], Any], on_error: OnError) -> Any:
     results: list[Any] = [None] * len(states)
     errors: list[tuple[int, BaseException]] = []  # in the order in which they came
     numbers, lock = iter(range(len(states))), Lock()
@@ -278,7 +278,7 @@ def _in_threads(parent: State, states: Sequence[State], function: Callable[[Stat
                 value = plain_value(function(states[number]), "map")
                 results[number] = Ok(value) if on_error == "collect" else value
             except Exception as error:
-                annotate(error, f"in {states[number]._where}")
+                annotate(error, f"in {states[number]._branch.where}")
                 results[number] = Failed(error)
                 if on_error == "raise":
                     errors.append((number, error))
@@ -292,7 +292,7 @@ def _in_threads(parent: State, states: Sequence[State], function: Callable[[Stat
             state.close(BranchCancelled())
 
     num_threads = min(len(states), MAX_THREADS)
-    run_threads(parent._driver, [partial(copy_context().run, work) for _ in range(num_threads)], cancel)
+    run_threads(parent.driver, [partial(copy_context().run, work) for _ in range(num_threads)], cancel)
     if errors:
         raise errors[0][1]
     return results

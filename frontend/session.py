@@ -9,7 +9,7 @@ from typing import Any, Self, Unpack
 
 from .checks import check_kind, optional_integer
 from .failures import StateMisuse
-from .program import Options, Runs, root_state
+from .program import Options, Runs, root_branch
 from .run import Cost, Sampling
 from .slot import Slot
 from .state import Mark, State
@@ -91,8 +91,8 @@ class Session:
         if self._state is not None:
             raise StateMisuse("session: entered twice; make a new one")
         with ExitStack() as stack:
-            root = root_state(self._engine, self._options, program="session", is_async=is_async)
-            self._state = stack.enter_context(root)
+            root = root_branch(self._engine, self._options, program="session", is_async=is_async)
+            self._state = State(stack.enter_context(root))
             if self._system is not None:
                 with self._state.system():
                     self._state += self._system

@@ -499,7 +499,7 @@ async def typed(s: rx.State) -> tuple[int, str]:
     assert_type(text, rx.Slot[str])
     assert_type(await text, str)
     assert_type(s.gen(str, max_tokens=1), rx.Slot[str])
-    await s._settled()
+    await s._branch.settled()
     number = await s.gen(int, max_tokens=40)
     assert_type(number, int)
     assert_type(await s.gen(rx.Grammar.choice(["a", "b"])), str)
@@ -507,7 +507,7 @@ async def typed(s: rx.State) -> tuple[int, str]:
     assert_type(await s.gen(list[bool], max_tokens=400), list[bool])
     assert_type(await s.gen(Nothing), Nothing)
     assert_type(s.gen(Literal["a", "b"]), rx.Slot[Any])
-    await s._settled()
+    await s._branch.settled()
     return number, s.text
 
 
