@@ -36,6 +36,12 @@ def number(field: str, given: object, low: float) -> float:
     refuse(field, given, f"a finite number of at least {low:g}")
 
 
+def check_text(field: str, given: str) -> None:
+    """InvalidRequest for what no tokenizer takes: half a character of UTF-16, as broken JSON or file names have."""
+    if any("\ud800" <= char <= "\udfff" for char in given):
+        refuse(field, given, "Unicode text without lone surrogates")
+
+
 def check_kind(field: str, given: object, kind: Any, allowed: str) -> None:
     """InvalidRequest where `given` is no `kind`, a class or several."""
     if not isinstance(given, kind):

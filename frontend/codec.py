@@ -13,6 +13,8 @@ from functools import cached_property
 
 from radixrt.runtime import Tokenizer
 
+from .checks import check_text
+
 _SPACE = ord(" ")
 _TRIALS = ("a b", "a. b", "1 2", "é b", "a  b", "(a) \n b")
 
@@ -48,6 +50,7 @@ class Codec:
         return ids
 
     def _encode(self, text: str) -> list[int]:
+        check_text("text", text)
         ids = self._tokenizer.encode(text)
         return ids[len(self.start_ids) : len(ids) - self._num_last]
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from radixrt.runtime import InvalidRequest
 
-from .checks import check_kind, refuse
+from .checks import check_kind, check_text, refuse
 
 ScoreName = Literal["sum", "token_mean", "byte_mean", "greedy", "prefix_free", "pmi"]
 MAX_OPTIONS = 1024
@@ -137,8 +137,14 @@ def options_of(
     """
     check_kind("end", end, (str, NoneType), "a text")
     texts = tuple(map(text_of, options))
-    if not 0 < len(texts) <= MAX_OPTIONS or "" in texts:
-        raise InvalidRequest(f"options: {len(texts)} given; allowed: 1 to {MAX_OPTIONS} texts, none of them empty")
+    if not 0 < len(texts) <= MAX_OPTIONS:
+        raise InvalidRequest(f"options: {len(texts)} given; allowed: 1 to {MAX_OPTIONS}")
+    if "" in texts:
+        raise InvalidRequest(
+            f"options: number {texts.index('') + 1} is empty; allowed: texts of at least one character"
+        )
+    for text in texts:
+        check_text("options", text)
     twice = next((text for at, text in enumerate(texts) if text in texts[:at]), None)
     if twice is not None:
         raise InvalidRequest(f"options: {twice!r} given twice; allowed: each once")

@@ -57,9 +57,10 @@ class Outline:
         lines = [f"{self.program} begins with {size}, up to {self.end} ({then})", f"  {shown!r}"]
         lines += [f"  {_described(call)}" for call in self.calls]
         if self.rows is not None:
+            rows = f"{self.rows.num_rows:,} row{'s' if self.rows.num_rows > 1 else ''}"
             lines.append(
-                f"{self.rows.num_rows:,} rows: {self.rows.tokens:,} tokens are known of them, "
-                f"{self.rows.distinct:,} distinct: each is used {self.rows.factor:.1f} times"
+                f"{rows}: {self.rows.tokens:,} tokens are known of them, {self.rows.distinct:,} distinct: "
+                f"each is used {self.rows.factor:.1f} times"
             )
         return "\n".join(lines)
 

@@ -51,7 +51,7 @@ class Requests:
         """Wait, in a plain program, until all have ended. StateMisuse in an async one that has not awaited it yet."""
         if not self.is_done:
             if self._is_async:
-                what = f"{self._kind} {self.name or ''}: not awaited yet"
+                what = f"{self._kind} {self.name or 'without a name'}: not awaited yet"
                 raise StateMisuse(f"{what}, in {self.where}; write `await` before it")
             for ticket in self.tickets:
                 self._driver.wait(ticket)

@@ -81,7 +81,7 @@ class Source:
     def prefix(self, known: Mapping[str, Any]) -> Prefix:
         """How every run begins whose arguments have these values, where they are known."""
         if self._tree is None:
-            return Prefix((), "its source cannot be read", is_whole=False)
+            return Prefix((), "a source that cannot be read", is_whole=False)
         reader = _Reader(self._state, self._environment(known))
         try:
             reader.read(self._tree.body)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, get_args,
 from radixrt.runtime import Grammar, InvalidRequest, SamplingParams
 
 from .branch import Branch
-from .checks import check_kind, number, optional_integer, refuse
+from .checks import check_kind, check_text, number, optional_integer, refuse
 from .choice import Choice
 from .content import Content
 from .failures import StateMisuse
@@ -59,7 +59,9 @@ class State:
         if not isinstance(text, (str, Slot, Choice)):
             said = f"{text!r:.80} appended; allowed: a text, a slot or a choice"
             raise InvalidRequest(f"state: {said}, in {branch.where}; write str(...) if that is meant")
-        branch.content = content.plus(str(text), start_ids=branch.codec.start_ids)
+        written = str(text)
+        check_text("state", written)
+        branch.content = content.plus(written, start_ids=branch.codec.start_ids)
         return self
 
     @contextmanager

@@ -48,7 +48,7 @@ class Tool(Generic[P, R]):
 def tool(function: Callable[P, R]) -> Tool[P, R]:
     """Make a tool of a function, plain or async, whose parameters are annotated.
 
-    InvalidRequest for a parameter without a type, or that has no name of its own.
+    InvalidRequest for a parameter without a type, with one that cannot be enforced, or without a name of its own.
     """
     name = getattr(function, "__name__", "")
     if not callable(function) or not name.isidentifier():
@@ -63,7 +63,9 @@ def tool(function: Callable[P, R]) -> Tool[P, R]:
         raise InvalidRequest(f"tool {name}: its parameters are not known; write a function that calls it") from error
     fields = [_field(name, parameter, hints) for parameter in signature.parameters.values()]
     parameters = adapter_of(make_dataclass(name, fields, kw_only=True))
-    return Tool(function, name, inspect.getdoc(function) or "", parameters)
+    made = Tool(function, name, inspect.getdoc(function) or "", parameters)
+    grammar_of(made.schema, f"tool {name}")  # refused here rather than in each program
+    return made
 
 
 def _field(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any]) -> tuple[str, Any, Any]:

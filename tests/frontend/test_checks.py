@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,11 @@ from radixrt.runtime import Engine
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
 Misuse = Callable[[Any], object]
+
+
+def named(thing: object) -> str:
+    """For a test's name, the same in each process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(thing))
 
 
 @rx.program
@@ -54,6 +60,8 @@ ON_STATES: dict[str, tuple[Misuse, str]] = {
     "map": (lambda s: s.fork(2).map(3), "map: 3 given; allowed: a function of a branch"),
     "map items": (lambda s: s.fork(["a"]).map(None), "map: None given; allowed: a function of a branch and its item"),
     "map early": (lambda s: s.fork(2).map(len), "map: the scope is not open"),
+    "half a character": (lambda s: s.__iadd__("a\ud83d"), "state: 'a.*' given; allowed: Unicode text without lone"),
+    "half an option": (lambda s: s.choose(["a", "\ude00"]), "options: .* given; allowed: Unicode text without lone"),
     "rewind": (lambda s: s.rewind(3), r"rewind: 3 given; allowed: what mark\(\) of this state returned"),
     "splice": (lambda s: s.splice("text"), "splice: 'text' given; allowed: a branch of this state"),
     "adopt": (lambda s: s.adopt(3), "adopt: no branches live"),
@@ -140,7 +148,7 @@ class Nothing(Enum):
         (fact, "given as a type"),
         (len, "given as a type"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_a_type_whose_values_no_text_is_is_refused(engine: Engine, kind: Any, said: str) -> None:
     @rx.program
@@ -163,17 +171,26 @@ def test_types_that_cannot_be_hashed_are_answers(engine: Engine) -> None:
     assert acts.run(engine).text.startswith("{")
 
 
-@pytest.mark.parametrize("thing", [3, [], {}, int, min, range, subprocess, len, lambda city: city], ids=str)
+@pytest.mark.parametrize("thing", [3, [], {}, int, min, range, subprocess, len, lambda city: city], ids=named)
 def test_what_is_no_tool_is_refused(thing: Any) -> None:
     for use in (rx.tool, lambda one: rx.describe([one])):
         with pytest.raises(rx.InvalidRequest, match=r"^tools?[ :]"):
             use(thing)
 
 
+def test_a_tool_that_cannot_be_enforced_is_refused_where_it_is_made() -> None:
+    def lookup(cities: set[str]) -> str:
+        return str(cities)
+
+    with pytest.raises(rx.InvalidRequest, match="uniqueItems") as raised:
+        rx.tool(lookup)
+    assert raised.value.__notes__ == ["in the JSON schema of tool lookup"]
+
+
 # -- programs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("thing", ["smollm2-135m", None, 3, Engine, HashModel(vocab=8), ByteTokenizer()], ids=repr)
+@pytest.mark.parametrize("thing", ["smollm2-135m", None, 3, Engine, HashModel(vocab=8), ByteTokenizer()], ids=named)
 def test_what_is_no_engine_runs_nothing(thing: Any) -> None:
     uses: list[Callable[[], object]] = [
         lambda: simple.run(thing),
@@ -210,7 +227,7 @@ async def yields_async(s: rx.State) -> AsyncIterator[str]:
     yield ""
 
 
-@pytest.mark.parametrize("thing", [3, None, "text", yields, yields_async], ids=str)
+@pytest.mark.parametrize("thing", [3, None, "text", yields, yields_async], ids=named)
 def test_a_program_is_a_function_that_returns(thing: Any) -> None:
     with pytest.raises(rx.InvalidRequest, match=r"program: .* given; allowed: a function"):
         rx.program(thing)
@@ -231,7 +248,7 @@ def test_a_program_is_a_function_that_returns(thing: Any) -> None:
         ({"observers": rx.OpenTelemetry}, "observers: .* given; allowed: a list"),
         ({"observers": [3]}, "observers: 3 given"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_options_are_checked_where_they_are_given(engine: Engine, options: dict[str, Any], said: str) -> None:
     with pytest.raises(rx.InvalidRequest, match=said):
@@ -247,7 +264,7 @@ def test_options_are_checked_where_they_are_given(engine: Engine, options: dict[
         ({"ttl": 0}, "ttl: 0 given"),
         ({"system": 3}, "system: 3 given; allowed: a text"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_a_session_is_checked_where_it_is_made(engine: Engine, given: dict[str, Any], said: str) -> None:
     with pytest.raises(rx.InvalidRequest, match=said):
@@ -283,7 +300,7 @@ def test_a_session_that_does_not_open_has_ended(engine: Engine, monkeypatch: pyt
         ([{}, "x"], "row 1: 'x' given"),
         ([{1: "x"}], "row 0: .* given"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_rows_are_checked_before_any_runs(engine: Engine, rows: Any, said: str) -> None:
     for use in (simple.batch, simple.plan):
@@ -300,7 +317,7 @@ def test_rows_are_checked_before_any_runs(engine: Engine, rows: Any, said: str) 
         ({"concurrency": 2.0}, r"concurrency: 2\.0 given"),
         ({"resume": 3}, "resume: 3 given; allowed: a path"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_a_batch_is_checked_before_it_runs(engine: Engine, given: dict[str, Any], said: str) -> None:
     with pytest.raises(rx.InvalidRequest, match=said):

@@ -448,7 +448,7 @@ def test_what_cannot_be_weighed_is_refused(engine: Engine) -> None:
         s += "x"
         refused: list[tuple[list[Any], dict[str, Any], str]] = [
             ([], {}, "0 given; allowed: 1 to"),
-            (["a", ""], {}, "none of them empty"),
+            (["a", ""], {}, "options: number 2 is empty"),
             (["a", "b", "a"], {}, "'a' given twice"),
             ([1, "1"], {}, "'1' given twice"),
             (["a"], {"score": "best"}, "'best' given; allowed: sum, token_mean"),
