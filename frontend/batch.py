@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from fcntl import LOCK_EX, LOCK_NB, flock
 from hashlib import blake2b
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 from typing import Any, TextIO
 
 from radixrt.runtime import InvalidRequest
@@ -92,13 +92,14 @@ def rows_of(rows: Iterable[Row]) -> list[Row]:
 def in_threads(
     driver: Driver, one: Callable[[int], Any], numbers: Sequence[int], *, concurrency: int, stop: Callable[[], None]
 ) -> dict[int, Ok[Any] | Failed]:
-    """Run `one` on each number, so many at once; `stop` ends those that run where this is interrupted."""
+    """Run `one` on each number, so many at once; where this is interrupted, `stop` ends those that run or would."""
     results: dict[int, Ok[Any] | Failed] = {}
     left, lock = iter(numbers), Lock()
     broken: list[BaseException] = []
+    is_over = Event()
 
     def work() -> None:
-        while not broken:
+        while not is_over.is_set():
             with lock:
                 number = next(left, None)
             if number is None:
@@ -108,17 +109,16 @@ def in_threads(
             except Exception as error:
                 results[number] = Failed(error)
             except BaseException as error:
-                cancel(error)
+                broken.append(error)
+                cancel()
 
-    def cancel(error: BaseException) -> None:
-        broken.append(error)
+    def cancel() -> None:
+        is_over.set()
         stop()
 
-    try:
-        run_threads(driver, [work] * min(concurrency, len(numbers)), cancel)
-    finally:
-        if broken:
-            raise broken[0]
+    run_threads(driver, [work] * min(concurrency, len(numbers)), cancel)
+    if broken:
+        raise broken[0]
     return results
 
 

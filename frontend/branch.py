@@ -53,6 +53,7 @@ class Branch:
         self._is_pinned = False
         self._pinned_for: int | None = None  # engine steps
         self._closed_by: BaseException | None = None
+        self._is_closed = False  # and has given everything back
 
     # -- turns ----------------------------------------------------------------------------------------------------
 
@@ -256,19 +257,21 @@ class Branch:
             self.run.tell(TextGiven(where=self.where, role=role, text="".join(said.text for said in given)))
 
     def close(self, reason: BaseException | None = None, *, adopted: bool = False) -> None:
-        """Cancel what runs and give everything back, branches first. Twice is fine."""
+        """Cancel what runs and give everything back, branches first. Twice is fine, and goes on where one broke off."""
         with self.driver.lock:
-            if self._closed_by is not None:
+            if self._is_closed:
                 return
-            self._closed_by = reason if reason is not None else StateMisuse("state: closed before this had ended")
+            if self._closed_by is None:
+                self._closed_by = reason if reason is not None else StateMisuse("state: closed before this had ended")
             if self.scope is not None:
                 self.scope.close(reason)
             if self._last is not None:
                 self._last.cancel(self._closed_by)
-            for node in (*self._marked, *self._held):
-                node.drop()
+            self._marked, self._held = [*self._marked, *self._held], ()
+            while self._marked:
+                self._marked.pop().drop()
             self._is_pinned = False
             self._pin_anew()
-            self._marked, self._held = [], ()
+            self._is_closed = True
             if self.parent is not None:
                 self.run.tell(BranchClosed(where=self.where, adopted=adopted))

@@ -189,13 +189,22 @@ class Driver:
             yield
         except GeneratorExit:  # of the garbage collector, perhaps in a block that has the lock
             raise
-        except BaseException:
-            if was_free:
-                self.lock.let_go()
-            if (member := self._member) is not before and member is not None:
-                self.dismiss(member)
-                self._thread.member = before
-            raise
+        except BaseException as error:
+            interrupt = error
+            while True:
+                try:
+                    if was_free:
+                        self.lock.let_go()
+                    if (member := self._member) is not before and member is not None:
+                        self.dismiss(member)
+                        self._thread.member = before
+                    break
+                except BaseException as error:  # one more
+                    interrupt = error
+            try:
+                raise interrupt
+            finally:
+                del interrupt  # which refers to this frame
 
     def wait(self, ticket: Ticket) -> None:
         """Block until the request has ended, stepping when it is this thread's turn."""
@@ -330,7 +339,7 @@ class Driver:
 
     def _end(self, ticket: Ticket, outcome: Output | BaseException) -> None:
         try:
-            del self._tickets[ticket.handle]
+            self._tickets.pop(ticket.handle, None)  # an interrupt may have come before it was done
             ticket.on_end(outcome)
         except BaseException as error:  # who is told must hear of it: nobody else would
             ticket.on_end(error)

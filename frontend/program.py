@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, aclosing, closing, con
 from dataclasses import dataclass, fields, replace
 from functools import partial, update_wrapper
 from pathlib import Path
+from threading import Event
 from types import NoneType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_args, overload
 
@@ -109,8 +110,18 @@ def root_branch(
                 annotate(error, f"in program {program}")
             raise
         finally:
-            branch.close()
-            run.tell(RunEnded(where=branch.where, value=branch.value, error=failure))
+            interrupt: BaseException | None = None
+            while True:
+                try:
+                    branch.close()
+                    break
+                except Exception:
+                    raise
+                except BaseException as error:  # it goes on closing; what was interrupted first is told
+                    interrupt = error
+            run.tell(RunEnded(where=branch.where, value=branch.value, error=failure or interrupt))
+            if interrupt is not None:
+                raise interrupt
         for fault in run.faults.values():
             raise fault
 
@@ -222,7 +233,6 @@ class Program(Generic[P, R, C]):
             self._check_no_loop("batch", "call it in a thread, as asyncio.to_thread does")
         driver = driver_of(engine)
         journal = Journal(resume, todo, program=f"{self.name}:{self._options.seed}") if resume is not None else None
-        live: set[Branch] = set()
         try:
             known = journal.values if journal is not None else {}
             numbers = prefix_order(self._function, todo, (n for n in range(len(todo)) if n not in known))
@@ -230,7 +240,7 @@ class Program(Generic[P, R, C]):
             is_shown = progress and has_terminal()
             watched = self.options(observers=(*self._options.observers, tally.row)) if is_shown else self
             with shown(tally, self.name) if is_shown else nullcontext():
-                results = watched._rows(driver, todo, numbers, journal, live, concurrency)
+                results = watched._rows(driver, todo, numbers, journal, concurrency)
         finally:
             if journal is not None:
                 journal.close()
@@ -242,9 +252,11 @@ class Program(Generic[P, R, C]):
         rows: list[Mapping[str, Any]],
         numbers: list[int],
         journal: Journal | None,
-        live: set[Branch],
         concurrency: int,
     ) -> dict[int, Ok[Any] | Failed]:
+        live: set[Branch] = set()
+        is_stopped = Event()
+
         def root(number: int) -> AbstractContextManager[Branch]:
             seeded = self.options(seed=seed_of(self._options.seed, (number,)))
             return seeded._root(driver, row=number)
@@ -260,11 +272,14 @@ class Program(Generic[P, R, C]):
             with root(number) as branch:
                 live.add(branch)
                 try:
+                    if is_stopped.is_set():  # after it is known to `stop`, which may have missed it
+                        raise BranchCancelled
                     return kept(number, self._here(branch, (), rows[number]))
                 finally:
                     live.discard(branch)
 
         def stop() -> None:
+            is_stopped.set()
             for branch in list(live):
                 branch.close(BranchCancelled())
 

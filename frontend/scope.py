@@ -282,12 +282,12 @@ def _in_threads(parent: Branch, states: Sequence[State], function: Callable[[Sta
                 results[number] = Failed(error)
                 if on_error == "raise":
                     errors.append((number, error))
-                    cancel(error)
+                    cancel()
             except BaseException as error:  # a cancelled branch, or an interrupt
                 errors.append((number, error))
-                cancel(error)
+                cancel()
 
-    def cancel(_: BaseException) -> None:
+    def cancel() -> None:
         for state in states:
             state.close(BranchCancelled())
 

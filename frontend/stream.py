@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any
 
 from .driver import Driver
 from .events import RunEvent
+from .threads import Crew
 
 
 class Mailbox:
@@ -44,19 +44,42 @@ class Mailbox:
         return events
 
     def during(self, work: Callable[[], object], *, cancel: Callable[[], object]) -> Generator[RunEvent, None, None]:
-        """Call it in a thread; the events until it has ended, then its error. Closing this cancels it, and waits."""
-        with ThreadPoolExecutor(1, "radixrt-stream") as pool:
-            future = pool.submit(copy_context().run, work)
-            future.add_done_callback(lambda _: self._ring())
+        """Call it in a thread; the events until it has ended, then its error. Closing this cancels it, and waits.
+
+        Interrupts cancel it too, and the last one is raised when the thread has ended.
+        """
+        outcome: list[BaseException | None] = []
+
+        def run() -> None:
             try:
-                while (event := self._next(future.done)) is not None:
-                    yield event
-                future.result()
-            except KeyboardInterrupt:
-                self._driver.lock.let_go()  # the thread needs it, and this one may have been taking it
-                raise
-            finally:
-                cancel()
+                context.run(work)
+                outcome.append(None)
+            except BaseException as error:
+                outcome.append(error)
+            self._ring()
+
+        context, interrupt = copy_context(), None
+        crew = Crew(self._driver, [run], cancel)
+        try:
+            crew.start()
+            while (event := self._next(lambda: bool(outcome))) is not None:
+                yield event
+        finally:
+            while True:
+                try:
+                    crew.end()
+                    break
+                except Exception:
+                    raise
+                except BaseException as error:
+                    interrupt = error
+            if interrupt is not None:
+                try:
+                    raise interrupt
+                finally:
+                    del interrupt  # which refers to this frame
+        if outcome[0] is not None:
+            raise outcome[0]
 
     async def during_async(self, work: Coroutine[Any, Any, object]) -> AsyncGenerator[RunEvent, None]:
         """As `during`, for a coroutine."""

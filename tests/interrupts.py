@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from itertools import cycle
 from types import FrameType
 
 import radixrt.frontend
@@ -21,23 +23,34 @@ FOLDERS = tuple(
 class Interrupter:
     """Raises an error at the k-th such moment, from 0, of this thread in the project, within the `with` block.
 
-    `num_moments` counts them.
+    Then a KeyboardInterrupt after each of the `gaps`, which count moments of programs (`radixrt.frontend`) in between;
+    every other one where a function begins only. `num_moments` counts them all.
     """
 
-    def __init__(self, k: int = -1, error: BaseException | None = None) -> None:
+    def __init__(self, k: int = -1, error: BaseException | None = None, *, gaps: Sequence[int] = ()) -> None:
         self.num_moments = 0
         self._k = k
         self._error = error
+        self._gaps = list(gaps)
+        self._folders = FOLDERS
+        self._hooks = cycle((sys.settrace, sys.setprofile))  # what raises in one of them ends that one alone
 
     def __enter__(self) -> Interrupter:
-        sys.setprofile(self._profile)
+        self._tracer = sys.gettrace()
+        sys.setprofile(self._hear)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        sys.settrace(self._tracer)
 
-    def _profile(self, frame: FrameType, event: str, _: object) -> None:
-        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(FOLDERS):
+    def _hear(self, frame: FrameType, event: str, _: object) -> None:
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(self._folders):
             self.num_moments += 1
             if self.num_moments - 1 == self._k and self._error is not None:
-                raise self._error
+                error = self._error
+                if self._gaps:
+                    self._k, self._error = self.num_moments + self._gaps.pop(0), KeyboardInterrupt()
+                    self._folders = FOLDERS[-1:]
+                    next(self._hooks)(self._hear)
+                raise error

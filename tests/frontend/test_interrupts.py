@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import signal
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -59,29 +62,39 @@ async def tasks(s: rx.State) -> list[str]:
     return [*marks, await s.gen(max_tokens=2)]
 
 
-def run_plain(engine: Engine) -> Any:
-    return plain.run(engine)
+def run_plain(engine: Engine, **options: Any) -> Any:
+    return plain.options(**options).run(engine)
 
 
-def run_threads(engine: Engine) -> Any:
-    return threads.run(engine)
+def run_threads(engine: Engine, **options: Any) -> Any:
+    return threads.options(**options).run(engine)
 
 
 def run_tasks(engine: Engine) -> Any:
     return asyncio.run(tasks.arun(engine))
 
 
-def read_stream(engine: Engine) -> Any:
-    [*_, last] = threads.stream(engine)
+def read_stream(engine: Engine, **options: Any) -> Any:
+    [*_, last] = threads.options(**options).stream(engine)
     assert isinstance(last, rx.events.RunEnded)
     return last.value
 
 
-def run_batch(engine: Engine) -> Any:
-    return [result.ok and result.value for result in threads.batch(engine, [{}, {}], concurrency=2)]
+def run_batch(engine: Engine, **options: Any) -> Any:
+    results = threads.options(**options).batch(engine, [{}, {}], concurrency=2)
+    return [result.ok and result.value for result in results]
 
 
-RUNS: list[Callable[[Engine], Any]] = [run_plain, run_threads, run_tasks, read_stream, run_batch]
+RUNS: list[Callable[..., Any]] = [run_plain, run_threads, run_tasks, read_stream, run_batch]
+OUTSIDE_OF_ASYNCIO = [run_plain, run_threads, read_stream, run_batch]
+
+
+@pytest.fixture(autouse=True)
+def watchdog() -> Iterator[None]:
+    """What hangs says where, and ends."""
+    faulthandler.dump_traceback_later(240, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 def new_engine() -> Engine:
@@ -98,21 +111,17 @@ def in_thread(run: Callable[[Engine], Any], engine: Engine) -> Any:
     return found[0]
 
 
-def interrupted(run: Callable[[Engine], Any], k: int) -> bool:
-    """Interrupt a run at the main thread's k-th moment; whether it came so far."""
+def interrupted(run: Callable[..., Any], interrupts: AbstractContextManager[object], **options: Any) -> bool:
+    """Run it beside these interrupts; whether one came."""
     expected = run(engine := new_engine())
-    num_threads = threading.active_count()
+    before = threading.enumerate()
     raised = False
     try:
-        with Interrupter(k, KeyboardInterrupt()):
-            run(engine)
+        with interrupts:
+            run(engine, **options)
     except KeyboardInterrupt:
         raised = True
-    for _ in range(200):  # one that has just told of its end may still be there
-        if threading.active_count() <= num_threads:
-            break
-        time.sleep(0.01)
-    assert threading.active_count() == num_threads, "a thread was left"
+    assert threading.enumerate() == before, "a thread was left"
     audit(engine)
     assert in_thread(run, engine) == run(engine) == expected
     audit(engine)
@@ -128,4 +137,46 @@ def test_an_interrupt_anywhere_closes_all_and_the_engine_goes_on(run: Callable[[
     engine.close()
     count = min(counted.num_moments, 400 if profile == "deep" else 6)
     moments = Random(run.__name__).sample(range(counted.num_moments), count)
-    assert any([interrupted(run, k) for k in moments])
+    assert any([interrupted(run, Interrupter(k, KeyboardInterrupt())) for k in moments])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in what a generator does at its end
+@pytest.mark.parametrize("num_more", [1, 2])
+@pytest.mark.parametrize("run", OUTSIDE_OF_ASYNCIO)
+def test_interrupts_while_one_is_seen_to_do_as_one(run: Callable[[Engine], Any], num_more: int, profile: str) -> None:
+    engine = new_engine()
+    with Interrupter() as counted:
+        run(engine)
+    engine.close()
+    random = Random(f"{run.__name__} {num_more}")
+    found = [
+        interrupted(run, Interrupter(k, KeyboardInterrupt(), gaps=random.choices(range(40), k=num_more)))
+        for k in random.choices(range(counted.num_moments), k=300 if profile == "deep" else 6)
+    ]
+    assert any(found)
+
+
+@dataclass
+class Keys:
+    """An observer that presses Ctrl-C at the k-th event and so many in all."""
+
+    k: int
+    num_left: int
+    num_events: int = 0
+
+    def tell(self, _: rx.events.RunEvent) -> None:
+        self.num_events += 1
+        if self.num_events > self.k and self.num_left:
+            self.num_left -= 1
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("num_keys", [1, 2, 3])
+@pytest.mark.parametrize("run", OUTSIDE_OF_ASYNCIO)
+def test_keys_pressed_while_threads_go_on(run: Callable[..., Any], num_keys: int) -> None:
+    """Real signals, which find the main thread wherever it waits."""
+    keys = [Keys(k, num_keys) for k in (1, 4, 7)]
+    assert all([interrupted(run, nullcontext(), observers=[lambda key=key: key]) for key in keys])
