@@ -5,8 +5,7 @@ Knows nothing of how requests begin and end, nor of what a caller may ask. One t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -99,16 +98,15 @@ class Loop:
 
     # -- interrupts -----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def changing(self, operation: str) -> Iterator[None]:
+    def changing(self, operation: str) -> Change:
         """Within, the engine changes; what is raised there, but for a refusal, may have come in the middle of that."""
         self._is_whole = False
-        try:
-            yield
-        except BaseException as error:
-            if not self._is_whole and not isinstance(error, _REFUSALS):
-                self._broken_off = f"{type(error).__name__} broke off {operation}"
-            raise
+        return Change(self, operation)
+
+    def broken_off(self, operation: str, error: BaseException) -> None:
+        """An error leaves an operation that was changing the engine."""
+        if not self._is_whole and not isinstance(error, _REFUSALS):
+            self._broken_off = f"{type(error).__name__} broke off {operation}"
 
     def mend(self) -> None:
         """To be called before anything else is asked: begin anew where a change was broken off."""
@@ -381,3 +379,22 @@ class Loop:
     def _on_free(self, page_ids: npt.NDArray[np.int32]) -> None:
         self._freed.extend(page_ids.tolist())
         self._runner.forget(page_ids)
+
+
+class Change:
+    """One operation that changes a loop. No generator: one that an interrupt dropped would end in a later operation."""
+
+    __slots__ = ("_loop", "_operation")
+
+    def __init__(self, loop: Loop, operation: str) -> None:
+        self._loop = loop
+        self._operation = operation
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._loop.broken_off(self._operation, error)
