@@ -174,6 +174,15 @@ class Keys:
         pass
 
 
+@pytest.fixture
+def hears_keys() -> Iterator[None]:
+    """As in a terminal: where tests run in the background the shell has them ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_keys")
 @pytest.mark.parametrize("num_keys", [1, 2, 3])
 @pytest.mark.parametrize("run", OUTSIDE_OF_ASYNCIO)
 def test_keys_pressed_while_threads_go_on(run: Callable[..., Any], num_keys: int) -> None:
