@@ -38,7 +38,9 @@ def number(field: str, given: object, low: float) -> float:
 
 def check_text(field: str, given: str) -> None:
     """InvalidRequest for what no tokenizer takes: half a character of UTF-16, as broken JSON or file names have."""
-    if any("\ud800" <= char <= "\udfff" for char in given):
+    try:
+        given.encode()
+    except UnicodeEncodeError:
         refuse(field, given, "Unicode text without lone surrogates")
 
 

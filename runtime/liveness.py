@@ -19,7 +19,7 @@ class Liveness:
     """Drops from one cache what its owners have given up, and nobody else owns or holds."""
 
     def __init__(self, cache: RadixCache, owners: Owners) -> None:
-        self.cache = cache
+        self._cache = cache
         self.owners = owners
 
     def ended(self, sequence: Sequence) -> None:
@@ -85,7 +85,7 @@ class Liveness:
         """
         self.ended(sequence)
         self._drop(old, sequence.output_start, sequence.namespace)
-        size = self.cache.page_size
+        size = self._cache.page_size
         sequence.cut_off = old[: -(-sequence.num_tokens // size) * size]
 
     def _drop_cut_off(self, sequence: Sequence) -> None:
@@ -99,7 +99,7 @@ class Liveness:
         Nor is what follows them in the page in which they end: that had stayed for them.
         """
         while True:
-            tokens = self.cache.completed(fed, namespace)
+            tokens = self._cache.completed(fed, namespace)
             keep_len = max(min(keep_len, len(tokens)), self.owners.owned_len(tokens, namespace))
-            if not self.cache.drop(tokens, keep_len, namespace):
+            if not self._cache.drop(tokens, keep_len, namespace):
                 return

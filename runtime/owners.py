@@ -22,10 +22,6 @@ class Owners:
     """
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Nobody owns anything."""
         self._paths: dict[Hashable, tuple[str, tuple[bytes, int]]] = {}  # namespace, tokens, how many are of use
         self._sorted: dict[str, SortedList] = {}
 
