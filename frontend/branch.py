@@ -143,7 +143,8 @@ class Branch:
             self.tell_given(before)
             report = SlotReport(self.run.tell, self.where, number, slot.name)
             prompt = node.tokens(node.num_tokens)
-            report.started(node.handle.number, self.driver.backend.explain(prompt, self.run.origin.namespace))
+            explanation = self.driver.backend.explain(prompt, self.run.origin.namespace)
+            report.started(node.handle.number, explanation, is_choice=isinstance(slot, Choice))
             slot.requests.tells(report)
 
     def _unsay(self, before: Content) -> None:

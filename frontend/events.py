@@ -66,14 +66,16 @@ class BranchClosed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotStarted:
-    """A generation was asked for. `number` counts the slots of its state; with the path it names one slot of a run.
+    """A generation, or a choice among options, was asked for.
 
-    `explanation` is what the cache had of the prompt just then, None where the backend cannot say.
+    `number` counts the slots of its state; with the path it names one slot of a run. `explanation` is what the cache
+    had of the prompt just then, None where the backend cannot say.
     """
 
     where: Where
     number: int
     name: str | None
+    is_choice: bool
     request: int
     explanation: Explanation | None
 
@@ -142,8 +144,8 @@ class SlotReport:
     name: str | None
     _told: str = ""
 
-    def started(self, request: int, explanation: Explanation | None) -> None:
-        self.tell(SlotStarted(**self._which(), request=request, explanation=explanation))
+    def started(self, request: int, explanation: Explanation | None, *, is_choice: bool) -> None:
+        self.tell(SlotStarted(**self._which(), is_choice=is_choice, request=request, explanation=explanation))
 
     def text(self, text: str) -> None:
         if text:

@@ -33,7 +33,7 @@ from .events import (
     TextGiven,
 )
 
-VERSION = 2
+VERSION = 3
 BranchPath = tuple[int, ...]
 
 
@@ -74,16 +74,18 @@ class BranchSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSpan:
-    """One generation. `first` is when text first came of it; `explanation` what the cache had when it was asked for.
+    """One generation, or choice among options. `first` is when text first came of it.
 
-    What started together may be cached beyond that: usage counts what others of the same step computed. Of the time
-    from `started` to `ended` the engine waited `grammar_seconds` for the slot's grammar; 0 where it has none.
+    `explanation` is what the cache had when it was asked for. What started together may be cached beyond that: usage
+    counts what others of the same step computed. Of the time from `started` to `ended` the engine waited
+    `grammar_seconds` for the slot's grammar; 0 where it has none.
     """
 
     order: int
     path: BranchPath
     number: int
     name: str | None
+    is_choice: bool
     request: int
     text: str
     finish: Fate
@@ -204,6 +206,7 @@ class TraceWriter:
             path=ended.where.path,
             number=ended.number,
             name=ended.name,
+            is_choice=begun.is_choice,
             request=begun.request,
             text=ended.text,
             finish=ended.finish,

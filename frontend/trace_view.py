@@ -162,7 +162,8 @@ def _label(guide: str, item: Span | _Branch, width: int) -> Text:
         case RewindSpan():
             return text.append("rewound", style="dim italic")
         case SlotSpan():
-            text.append(item.name if item.name is not None else "gen", style=f"not dim {_STYLES['slot']}")
+            verb = "choose" if item.is_choice else "gen"
+            text.append(item.name if item.name is not None else verb, style=f"not dim {_STYLES['slot']}")
             return text.append(f" {_one_line(item.text)}", style="not dim")
         case _Branch():
             text.append(f"branch {'.'.join(map(str, item.path))}", style="not dim cyan")

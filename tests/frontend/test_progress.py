@@ -56,7 +56,7 @@ def test_what_the_line_says() -> None:
     rows = [tally.row() for _ in range(3)]
     for row in rows:
         row.tell(ev.RunStarted(where=where, seed=0))
-        row.tell(ev.SlotStarted(where=where, number=0, name=None, request=0, explanation=None))
+        row.tell(ev.SlotStarted(where=where, number=0, name=None, is_choice=False, request=0, explanation=None))
     assert tally.describe(101.0) == "0 generate, 3 wait"
     for row in rows[:2]:
         row.tell(ev.TextDelta(where=where, number=0, name=None, text="x"))

@@ -105,6 +105,22 @@ def test_a_trace_tells_the_time_of_grammars_where_one_was_used(make_engine: Make
     assert "grammar s" not in second
 
 
+def test_a_choice_is_told_apart_from_a_generation(engine: Engine, tmp_path: Path) -> None:
+    @rx.program
+    def ask(s: rx.State) -> None:
+        s += "good or bad? "
+        s.choose(["good", "bad"])
+        s.gen(max_tokens=1)
+
+    told = list[Any]()
+    ask.options(trace=tmp_path / "t", observers=[lambda: Kept(told)]).run(engine)
+    assert [event.is_choice for event in told if isinstance(event, ev.SlotStarted)] == [True, False]
+    trace = rx.load_trace(tmp_path / "t")
+    assert [slot.is_choice for run in trace.runs for slot in run.slots] == [True, False]
+    assert "choose " in str(trace)
+    assert "gen " in str(trace)
+
+
 def test_a_trace_adds_up_to_the_cost(engine: Engine, tmp_path: Path) -> None:
     @rx.program
     def costs(s: rx.State) -> int:
@@ -274,7 +290,7 @@ def test_a_file_that_was_cut_off_is_read_and_added_to(engine: Engine, tmp_path: 
         (b'"kind": "slot"', b'"kind": "thing"', "line 4"),
         (b'{"run"', b'{"run', "line 2"),
         (b'"kind": "run"', b'"kind": "end"', "line 2"),
-        (b'"radixrt_trace": 2', b'"radixrt_trace": 1', "version 1"),
+        (b'"radixrt_trace": 3', b'"radixrt_trace": 2', "version 2"),
         (b'{"radixrt_trace"', b'{"trace"', "is no trace"),
     ],
 )
