@@ -120,6 +120,7 @@ class AsPrompts:
             backend.eos_token_ids,
         )
         self.abort, self.pin, self.unpin, self.explain = backend.abort, backend.pin, backend.unpin, backend.explain
+        self.begin_anew = backend.begin_anew
 
     def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int, cache: CacheUse) -> Handle:
         handle = self._backend.submit(self._anew(tokens), params, namespace, priority=priority, cache=cache)

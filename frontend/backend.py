@@ -61,6 +61,9 @@ class Backend(Protocol):
     def unpin(self, pinned: PinnedPrefix) -> None:
         """End a pin. One that has ended is no error."""
 
+    def begin_anew(self, error: BaseException) -> None:
+        """Lose every request and pin, in whatever state they are: an `error` broke off who cared for them."""
+
     def explain(self, tokens: list[int], namespace: str) -> Explanation | None:
         """What the cache has of these tokens and why no more. None where that is not known."""
 
@@ -100,6 +103,9 @@ class EngineBackend:
 
     def unpin(self, pinned: PinnedPrefix) -> None:
         self._engine.unpin(pinned)
+
+    def begin_anew(self, error: BaseException) -> None:
+        self._engine.begin_anew(error)
 
     def explain(self, tokens: list[int], namespace: str) -> Explanation | None:
         return self._engine.explain(tokens, namespace)

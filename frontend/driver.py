@@ -9,21 +9,21 @@ the loop's thread, between two of its rounds, while any task of that loop waits.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Condition, Lock, RLock, local
+from threading import Lock, local
 from time import monotonic
 from weakref import WeakKeyDictionary, proxy
 
-from radixrt.runtime import Engine, Event, FinishEvent, Handle, Output, TokenEvent
+from radixrt.runtime import Engine, FinishEvent, Handle, Output, TokenEvent
 
 from .backend import Backend, EngineBackend
 from .chat import Template
 from .checks import refuse
 from .codec import Codec
-from .failures import StateMisuse
+from .failures import GenerationFailed, StateMisuse
+from .turns import TurnLock
 
 GRACE = 0.02  # seconds; waiting this long for a thread costs less than a step without it
 _ROUNDS = 4  # of an event loop: a task that got its answer has asked for the next one by then
@@ -33,45 +33,6 @@ Loop = asyncio.AbstractEventLoop
 
 def always() -> bool:
     return True
-
-
-class TurnLock:
-    """A re-entrant lock that who lets go of it cannot have again before those who wait: a loop of steps lets them in.
-
-    `changed` is a condition on it. An interrupt may keep a thread from noting that it has the lock, or from giving it
-    back, but never makes it wait for itself; `let_go` makes that good.
-    """
-
-    def __init__(self) -> None:
-        self._lock = RLock()
-        self._next = Lock()  # of the one who is to have it next
-        self._here = local()
-        self.changed = Condition(self._lock)
-
-    def __enter__(self) -> None:
-        depth = getattr(self._here, "depth", 0)
-        self._here.depth = depth + 1  # first: whoever has the lock must not wait for `_next`
-        if depth:
-            self._lock.acquire()
-        else:
-            with self._next:
-                self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-        self._here.depth -= 1
-
-    @property
-    def is_free(self) -> bool:
-        """The caller's thread is outside of every `with` block."""
-        return not getattr(self._here, "depth", 0)
-
-    def let_go(self) -> None:
-        """Outside of every `with` block of this thread: it has the lock no more, whatever interrupted one."""
-        with suppress(RuntimeError):  # it has not
-            while True:
-                self._lock.release()
-        self._here.depth = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -106,7 +67,6 @@ class Driver:
         self.template = Template(backend.tokenizer)
         self.lock = TurnLock()
         self._tickets: dict[Handle, Ticket] = {}
-        self._events: deque[Event] = deque()  # that nobody has been told of
         self._members: set[Member] = set()
         self._touched = 0.0  # when that last changed
         self._thread = local()
@@ -182,7 +142,8 @@ class Driver:
     def running(self) -> Iterator[None]:
         """A program runs on the caller's thread, which has no more of the driver after it than before.
 
-        An interrupt may have come while it took the lock or gave it back: then that is made good here.
+        Where an interrupt came while it took the lock, had it or gave it back, everything begins anew, unless that was
+        in a step or while it waited.
         """
         before, was_free = self._member, self.lock.is_free
         try:
@@ -195,6 +156,8 @@ class Driver:
                 try:
                     if was_free:
                         self.lock.let_go()
+                    if self.lock.is_broken:
+                        self._begin_anew(interrupt)
                     if (member := self._member) is not before and member is not None:
                         self.dismiss(member)
                         self._thread.member = before
@@ -205,6 +168,15 @@ class Driver:
                 raise interrupt
             finally:
                 del interrupt  # which refers to this frame
+
+    def _begin_anew(self, error: BaseException) -> None:
+        """End everything that runs, for everybody. May be broken off, and called again then."""
+        with self.lock:
+            self.backend.begin_anew(error)
+            lost = GenerationFailed(f"generation: {type(error).__name__} broke off another in the middle; run it again")
+            for ticket in list(self._tickets.values()):
+                self._end(ticket, lost)
+            self.lock.is_broken = False
 
     def wait(self, ticket: Ticket) -> None:
         """Block until the request has ended, stepping when it is this thread's turn."""
@@ -244,7 +216,7 @@ class Driver:
     def resume(self) -> None:
         """A reader wants more: who waits for its requests may step again."""
         with self.lock:
-            self.lock.changed.notify_all()
+            self.lock.notify()
             for loop in {loop for ticket in self._tickets.values() for loop, _ in ticket.futures}:
                 if not loop.is_closed():
                     loop.call_soon_threadsafe(self._start_pump, loop)
@@ -258,7 +230,7 @@ class Driver:
     def _note(self) -> None:
         """Somebody waits who did not, or the other way round."""
         self._touched = monotonic()
-        self.lock.changed.notify_all()
+        self.lock.notify()
 
     @property
     def _patience(self) -> float:
@@ -272,9 +244,9 @@ class Driver:
         if ticket.is_done:
             return
         if not ticket.is_wanted():
-            self.lock.changed.wait()
+            self.lock.wait()
         elif patience > 0:
-            self.lock.changed.wait(patience)
+            self.lock.wait(patience)
         else:
             self._step()
 
@@ -316,8 +288,8 @@ class Driver:
     def _step(self) -> bool:
         """Run the backend once and tell who waits; whether a request ended. What it raises ends all requests."""
         try:
-            self._events.extend(self.backend.step())
-            if not self._events and self.backend.is_idle:
+            events = self.lock.lend(self.backend.step)
+            if not events and self.backend.is_idle:
                 raise StateMisuse(
                     "engine: its events went elsewhere; while programs run, call no step() of its own beside them"
                 )
@@ -326,14 +298,12 @@ class Driver:
                 self._end(ticket, error)
             return True
         has_ended = False
-        while self._events:  # what an interrupt leaves here is told with the next step
-            event = self._events[0]
+        for event in events:
             heard = self._tickets.get(event.handle)
             if heard is not None and isinstance(event, FinishEvent):
                 self._end(heard, event.output)
                 has_ended = True
-            self._events.popleft()
-            if heard is not None and isinstance(event, TokenEvent) and heard.on_text is not None:
+            elif heard is not None and isinstance(event, TokenEvent) and heard.on_text is not None:
                 heard.on_text(event.text)
         return has_ended
 

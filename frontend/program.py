@@ -285,7 +285,8 @@ class Program(Generic[P, R, C]):
 
         if self._is_async:
             return asyncio.run(in_tasks(task, numbers, concurrency=concurrency))
-        return in_threads(driver, call, numbers, concurrency=concurrency, stop=stop)
+        with driver.running():
+            return in_threads(driver, call, numbers, concurrency=concurrency, stop=stop)
 
     def _root(
         self, engine: Runs, *, row: int | None = None, mailbox: Mailbox | None = None

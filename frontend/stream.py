@@ -98,7 +98,7 @@ class Mailbox:
         with self._driver.away(), self._driver.lock:
             while not self._events and not is_over():
                 self._ask()
-                self._driver.lock.changed.wait()
+                self._driver.lock.wait()
             return self._events.popleft() if self._events else None
 
     async def _next_async(self, is_over: Callable[[], bool]) -> RunEvent | None:
@@ -121,6 +121,6 @@ class Mailbox:
         """Something is to be read: no more is wanted until it was."""
         with self._driver.lock:
             self._is_awaited = False
-            self._driver.lock.changed.notify_all()
+            self._driver.lock.notify()
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._bell.set)

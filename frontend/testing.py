@@ -82,6 +82,10 @@ class ScriptedBackend:
     def unpin(self, pinned: PinnedPrefix) -> None:
         pass
 
+    def begin_anew(self, error: BaseException) -> None:
+        for handle in list(self._live):
+            self.release(handle)
+
     def explain(self, tokens: list[int], namespace: str) -> Explanation | None:
         return None
 
@@ -156,7 +160,7 @@ class FaultyBackend:
         self.num_calls = 0
         self.tokenizer, self.vocab_size = backend.tokenizer, backend.vocab_size
         self.eos_token_ids = backend.eos_token_ids
-        self.abort, self.release = backend.abort, backend.release
+        self.abort, self.release, self.begin_anew = backend.abort, backend.release, backend.begin_anew
         self.pin, self.unpin, self.explain = backend.pin, backend.unpin, backend.explain
 
     def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int, cache: CacheUse) -> Handle:

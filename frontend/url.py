@@ -187,6 +187,10 @@ class UrlBackend:
     def unpin(self, pinned: PinnedPrefix) -> None:
         pass
 
+    def begin_anew(self, error: BaseException) -> None:
+        for handle in list(self._requests):
+            self.release(handle)
+
     def explain(self, tokens: list[int], namespace: str) -> None:
         """A server does not say what it has cached."""
 

@@ -35,6 +35,7 @@ class Yardstick:
         self.tokenizer, self.vocab_size = backend.tokenizer, backend.vocab_size
         self.eos_token_ids = backend.eos_token_ids
         self.abort, self.pin, self.unpin, self.explain = backend.abort, backend.pin, backend.unpin, backend.explain
+        self.begin_anew = backend.begin_anew
 
     @property
     def ideal(self) -> int:

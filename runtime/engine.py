@@ -431,6 +431,14 @@ class Engine:
             self._loop.cache.reset()
             self._recorder.write("reset")
 
+    def begin_anew(self, error: BaseException) -> None:
+        """Lose all that lives, is cached or pinned, in whatever state it is: after an `error` that broke off its user.
+
+        Who lived ends with an error that says so. Of a closed engine, a no-op.
+        """
+        if not self._closed:
+            self._loop.lose(f"{type(error).__name__} broke off a program")
+
     def close(self) -> None:
         """Abort what lives and give the engine up. Closing twice is fine."""
         if not self._closed:

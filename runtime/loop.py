@@ -108,6 +108,11 @@ class Loop:
         if not self._is_whole and not isinstance(error, _REFUSALS):
             self._broken_off = f"{type(error).__name__} broke off {operation}"
 
+    def lose(self, why: str) -> None:
+        """Begin anew because of something that was broken off elsewhere."""
+        self._broken_off = why
+        self.mend()
+
     def mend(self) -> None:
         """To be called before anything else is asked: begin anew where a change was broken off."""
         if self._broken_off:

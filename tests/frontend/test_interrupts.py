@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import radixrt as rx
+from radixrt.frontend.driver import Driver
 from radixrt.runtime import Engine
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
@@ -154,6 +155,50 @@ def test_interrupts_while_one_is_seen_to_do_as_one(run: Callable[[Engine], Any],
         for k in random.choices(range(counted.num_moments), k=300 if profile == "deep" else 6)
     ]
     assert any(found)
+
+
+@pytest.mark.parametrize("has_lock", [False, True])
+def test_only_what_is_half_done_costs_the_cache(*, has_lock: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what runs on another thread, which hears of it at its slot."""
+    engine = new_engine()
+    run_plain(engine)
+    is_running, may_go_on, failed = threading.Event(), threading.Event(), list[BaseException]()
+
+    @rx.program
+    def other(s: rx.State) -> None:
+        s += "essay: "
+        slot = s.gen(max_tokens=3)
+        is_running.set()
+        assert may_go_on.wait(60)
+        try:
+            slot.value  # noqa: B018  # raises
+        except rx.GenerationFailed as error:
+            failed.append(error)
+
+    @rx.program
+    def interrupted(s: rx.State) -> None:
+        if has_lock:
+            monkeypatch.setattr(Driver, "watch", interrupt)
+            s += "essay: "
+            s.gen(max_tokens=3)
+        interrupt()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    thread = threading.Thread(target=other.run, args=(engine,))
+    thread.start()
+    assert is_running.wait(60)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.run(engine)
+    monkeypatch.undo()
+    assert (engine.stats().cache.num_cached == 0) == has_lock
+    may_go_on.set()
+    thread.join(60)
+    said = "generation: KeyboardInterrupt broke off another in the middle; run it again"
+    assert [str(error) for error in failed] == [said] * has_lock
+    audit(engine)
+    engine.close()
 
 
 @dataclass

@@ -267,6 +267,20 @@ def test_what_is_lost_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -
     audit(engine)
 
 
+def test_who_was_broken_off_can_have_the_engine_begin_anew() -> None:
+    life = Life.begin()
+    life.engine.begin_anew(KeyboardInterrupt())
+    assert life.engine.stats().cache.num_cached == 0
+    go_on(life)
+    ended = {event.handle: event.output for event in life.events if isinstance(event, FinishEvent)}
+    said = {choice.error for output in ended.values() for choice in output.choices if choice.error is not None}
+    assert len(said) == 1
+    assert "KeyboardInterrupt broke off a program in the middle" in said.pop()
+    audit(life.engine)
+    life.engine.close()
+    life.engine.begin_anew(KeyboardInterrupt())
+
+
 def test_a_refusal_costs_nothing() -> None:
     life = Life.begin()
     cached = life.engine.stats().cache.num_cached
