@@ -24,7 +24,7 @@ settings.register_profile(
     "ci",
     deadline=None,
     derandomize=True,  # the same examples for everyone; `deep` is what looks further
-    max_examples=100,
+    max_examples=60,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )

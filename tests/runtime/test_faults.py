@@ -193,7 +193,7 @@ def settle(engine: Engine) -> None:
 def test_aborts_at_any_state_leak_nothing(profile: str, num_host_pages: int) -> None:
     """Requests of all kinds are given up at random moments, thousands of them, in a pool that is always short."""
     random = Random(num_host_pages)
-    num_aborts = 50_000 if profile == "deep" else 1_500
+    num_aborts = 50_000 if profile == "deep" else 800
     model = HashModel(vocab=VOCAB)
     if num_host_pages:
         model.copy_delay = lambda: random.choice([0, 0, 1, 4, None])
