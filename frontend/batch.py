@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import reprlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from fcntl import LOCK_EX, LOCK_NB, flock
 from hashlib import blake2b
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from radixrt.runtime import InvalidRequest
 
@@ -23,15 +24,19 @@ from .scope import Failed, Ok
 from .threads import run_threads
 
 Row = Mapping[str, Any]
+_BEGINNING = b'{"row": '  # of each line
 
 
 class Journal:
     """The results so far: one JSON line for each row that succeeded, and a cut-off line of a killed writer removed."""
 
     def __init__(self, path: str | Path, rows: Sequence[Row], *, program: str) -> None:
-        """InvalidRequest where the file is of other rows, another program or seed, or another batch has it open."""
+        """InvalidRequest where the file is of other rows, another program or seed, or another batch has it open.
+
+        So for arguments that another process would not know again.
+        """
         self.values: dict[int, Any] = {}
-        self._keys = [_key(program, row) for row in rows]
+        self._keys = [_key(program, number, row) for number, row in enumerate(rows)]
         self._path = Path(path)
         self._lock = Lock()
         with ExitStack() as stack:
@@ -42,7 +47,9 @@ class Journal:
                 lines = whole[: whole.rfind(b"\n") + 1]
                 for line in lines.splitlines():
                     self._read(line)
-                if len(lines) < len(whole):
+                if torn := whole[len(lines) :]:
+                    if not (torn.startswith(_BEGINNING) or _BEGINNING.startswith(torn)):
+                        self._refuse(torn)
                     self._file.truncate(len(lines))
             except BlockingIOError as error:
                 said = "another batch is at it, here or in another process; let that end, or name another file"
@@ -70,13 +77,18 @@ class Journal:
             entry = json.loads(line)
             number, key, value = entry["row"], entry["key"], entry["value"]
         except (ValueError, TypeError, KeyError):
-            raise InvalidRequest(f"resume: {self._path} is no journal of a batch: {line[:80]!r}") from None
+            self._refuse(line)
         if not (isinstance(number, int) and 0 <= number < len(self._keys) and self._keys[number] == key):
             raise InvalidRequest(
                 f"resume: row {number} of {self._path} is not of this batch: other rows, another program or another "
                 "seed; name another file"
             )
         self.values[number] = value
+
+    def _refuse(self, line: bytes) -> NoReturn:
+        raise InvalidRequest(
+            f"resume: {self._path} is no journal of a batch: it has {line[:80]!r}; name another file"
+        ) from None
 
 
 def rows_of(rows: Iterable[Row]) -> list[Row]:
@@ -142,7 +154,16 @@ async def in_tasks(
     return results
 
 
-def _key(program: str, row: Row) -> str:
+def _key(program: str, number: int, row: Row) -> str:
     """Tells rows apart, across processes."""
-    text = json.dumps([program, row], sort_keys=True, default=repr)
+
+    def shown(value: object) -> str:
+        if type(value).__repr__ is object.__repr__:
+            raise InvalidRequest(
+                f"resume: row {number} has {reprlib.repr(value)} among its arguments, which no other process would "
+                "know again; give plain values, or what has a __repr__ of its own"
+            )
+        return repr(value)
+
+    text = json.dumps([program, row], sort_keys=True, default=shown)
     return blake2b(text.encode(), digest_size=8).hexdigest()

@@ -173,7 +173,8 @@ class Driver:
         """End everything that runs, for everybody. May be broken off, and called again then."""
         with self.lock:
             self.backend.begin_anew(error)
-            lost = GenerationFailed(f"generation: {type(error).__name__} broke off another in the middle; run it again")
+            what = f"{type(error).__name__} broke off another program on this engine"
+            lost = GenerationFailed(f"generation: lost when {what}; run it again")
             for ticket in list(self._tickets.values()):
                 self._end(ticket, lost)
             self.lock.is_broken = False

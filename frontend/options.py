@@ -83,7 +83,8 @@ class Options:
         weights = np.array(scores[self.score])
         drawn = weights
         if temperature > 0:
-            weights = weights / temperature
+            with np.errstate(over="ignore"):  # -inf is what is meant
+                weights = (weights - weights.max()) / temperature
             drawn = weights + [_gumbel(seed, self.start, index) for index in range(n)]
         probs = np.exp(weights - weights.max())
         return Verdict(index=int(drawn.argmax()), scores=scores, probs=tuple((probs / probs.sum()).tolist()))

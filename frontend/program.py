@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, aclosing, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, aclosing, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial, update_wrapper
 from pathlib import Path
@@ -180,8 +180,13 @@ class Program(Generic[P, R, C]):
                 try:
                     while (event := runner.run(_next_of(events))) is not None:
                         yield event
-                finally:
+                except KeyboardInterrupt:  # the runner ends all, unless a second one has it stop once more
+                    with suppress(RuntimeError):
+                        runner.run(asyncio.sleep(0))
+                    raise
+                except BaseException:
                     runner.run(events.aclose())
+                    raise
             return
         mailbox = Mailbox(driver := driver_of(engine))
         with self._root(driver, mailbox=mailbox) as branch:

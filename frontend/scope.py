@@ -161,7 +161,10 @@ class Branches(Scope, Sequence[State]):
     def __getitem__(self, index: int | slice) -> State | Sequence[State]:
         if not self._states and self._n:
             raise StateMisuse(f"branches: there are none yet, in {self._parent.where}; go into their scope by `with`")
-        return self._states[index]
+        try:
+            return self._states[index]
+        except IndexError:
+            raise IndexError(f"branches: [{index}] of {self._n}, in {self._parent.where}") from None
 
     def __setitem__(self, index: int, state: State) -> None:
         """For `branches[0] += "..."`, which gives back the branch that is there. StateMisuse for any other."""

@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, PydanticUndefinedAnnotation, PydanticUserError, TypeAdapter
+from pydantic.errors import PydanticSchemaGenerationError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import SchemaError
 
@@ -154,6 +155,10 @@ def adapter_of(kind: Any) -> TypeAdapter[Any]:
         raise InvalidRequest(f"{name_of(kind)}: given as a type; allowed: a type (`gen` alone takes a Grammar too)")
     try:
         return TypeAdapter(kind)
+    except PydanticSchemaGenerationError as error:
+        said = str(error).partition(". Set ")[0]
+        allowed = "types that pydantic knows, such as int, a dataclass or a BaseModel"
+        raise InvalidRequest(f"{name_of(kind)}: given as a type; {said}; allowed: {allowed}") from error
     except (PydanticUserError, PydanticUndefinedAnnotation, SchemaError, RecursionError) as error:
         raise InvalidRequest(f"{name_of(kind)}: given as a type; {_first_line(error)}") from error
 

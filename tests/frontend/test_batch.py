@@ -72,9 +72,30 @@ def test_a_journal_of_another_batch_is_refused(engine: Engine, tmp_path: Path) -
     for program, rows in ((tasks, ROWS), (plain.options(seed=1), ROWS), (plain, ROWS[1:])):
         with pytest.raises(rx.InvalidRequest, match="resume"):
             program.batch(engine, rows, resume=path)
-    path.write_text("no journal\n")
-    with pytest.raises(rx.InvalidRequest, match="no journal"):
+
+
+@pytest.mark.parametrize("found", [b"no journal\n", b'{"years of": "work"}', b"\xff\xfe\x00", b'{"row"\n', b"{}"])
+def test_a_file_of_another_kind_is_refused_and_kept(engine: Engine, tmp_path: Path, found: bytes) -> None:
+    """A last line that was cut off is a journal's only where it begins as one."""
+    path = tmp_path / "mine.json"
+    path.write_bytes(found)
+    with pytest.raises(rx.InvalidRequest, match="no journal of a batch"):
         plain.batch(engine, ROWS, resume=path)
+    assert path.read_bytes() == found
+
+
+def test_rows_that_nothing_knows_again_are_refused_before_any_runs(engine: Engine, tmp_path: Path) -> None:
+    @rx.program
+    def odd(s: rx.State, word: object) -> None:
+        s += "x"
+        s.gen(max_tokens=1)
+
+    with pytest.raises(rx.InvalidRequest, match=r"resume: row 1 has <object obj.* among its arguments"):
+        odd.batch(engine, [{"word": "known"}, {"word": [object()]}], resume=tmp_path / "runs.jsonl")
+    assert engine.stats().counters.steps == 0
+    assert not (tmp_path / "runs.jsonl").exists()
+    odd.batch(engine, [{"word": rx.Ok(1)}], resume=tmp_path / "runs.jsonl")
+    odd.batch(engine, [{"word": rx.Ok(1)}], resume=tmp_path / "runs.jsonl")
 
 
 def test_a_value_that_json_cannot_hold_fails_its_row(engine: Engine, tmp_path: Path) -> None:

@@ -141,6 +141,8 @@ def test_probabilities_and_draws() -> None:
     found = [[math.log(0.5)], [math.log(0.25)], [math.log(0.125)]]
     assert verdict(options, *found).probs == pytest.approx((4 / 7, 2 / 7, 1 / 7))
     assert verdict(options, *found, temperature=0.5).probs == pytest.approx((16 / 21, 4 / 21, 1 / 21))
+    for cold in (1e-300, 5e-324):
+        assert verdict(options, *found, temperature=cold).probs == (1.0, 0.0, 0.0)
     drawn = Counter(verdict(options, *found, temperature=1.0, seed=seed).index for seed in range(4_000))
     for index, prob in enumerate((4 / 7, 2 / 7, 1 / 7)):
         assert abs(drawn[index] / 4_000 - prob) < 4 * math.sqrt(prob / 4_000)

@@ -195,7 +195,7 @@ def test_only_what_is_half_done_costs_the_cache(*, has_lock: bool, monkeypatch: 
     assert (engine.stats().cache.num_cached == 0) == has_lock
     may_go_on.set()
     thread.join(60)
-    said = "generation: KeyboardInterrupt broke off another in the middle; run it again"
+    said = "generation: lost when KeyboardInterrupt broke off another program on this engine; run it again"
     assert [str(error) for error in failed] == [said] * has_lock
     audit(engine)
     engine.close()
@@ -225,6 +225,32 @@ def hears_keys() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_keys")
+@pytest.mark.parametrize("is_second", [False, True])
+def test_keys_are_heard_as_such_where_a_stream_has_a_loop_of_its_own(*, is_second: bool) -> None:
+    """The second comes while the program sees to the first."""
+
+    @rx.program
+    async def pressed(s: rx.State) -> None:
+        s += "essay: "
+        slot = s.gen(max_tokens=20)
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+        try:
+            await slot
+        finally:
+            if is_second:
+                asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+                await asyncio.sleep(0.01)
+
+    engine, before = new_engine(), threading.enumerate()
+    with pytest.raises(KeyboardInterrupt):
+        list(pressed.stream(engine))
+    assert threading.enumerate() == before
+    audit(engine)
+    assert run_tasks(engine) == run_tasks(new_engine())
+    engine.close()
 
 
 @pytest.mark.usefixtures("hears_keys")

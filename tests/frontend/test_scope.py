@@ -600,3 +600,12 @@ def test_a_splice_of_something_else_is_refused(engine: Engine) -> None:
         return s.messages
 
     assert chats.run(engine)[0] == {"role": "user", "content": "ac"}
+
+
+def test_a_branch_that_is_not_there_is_named(engine: Engine) -> None:
+    @rx.program
+    def asks(s: rx.State) -> None:
+        with s.fork(2) as branches, pytest.raises(IndexError, match=r"branches: \[2\] of 2, in program asks"):
+            branches[2]
+
+    asks.run(engine)

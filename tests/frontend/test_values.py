@@ -419,7 +419,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "too deep": (lax(500), "recursion"),
     "a function": (Callable[[int], int], "no JSON form"),
     "a class of somebody": (Engine, "given as a type"),
-    "no type": (5, "given as a type"),
+    "no type": (5, "5; allowed: types that pydantic knows, such as int"),
     "a name": ("name", "`name=`"),
     "bytes to choose": (Literal[b"a"], "allowed: texts"),
     "two of one text": (Literal[1, "1"], "written '1'"),
