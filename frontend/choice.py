@@ -79,6 +79,7 @@ class Choice(Generic[T_co]):
     def usage(self) -> Usage:
         """The sum over the requests of all options."""
         self._ended()
+        assert self.cost is not None, "a choice that ended was counted"
         return self.cost
 
     @property
@@ -156,8 +157,10 @@ class Choice(Generic[T_co]):
             self.requests.error = self.requests.error or GenerationFailed(f"choice: {said}")
 
     @property
-    def cost(self) -> Usage:
-        """The usage of the requests that have ended."""
+    def cost(self) -> Usage | None:
+        """The usage of the requests that came to an output, None where none did."""
+        if not self._found:
+            return None
         usages = [output.usage for output in self._found.values()]
         return Usage(
             prompt_tokens=sum(usage.prompt_tokens for usage in usages),

@@ -220,6 +220,20 @@ def test_what_was_cancelled_or_failed_says_so(engine: Engine, tmp_path: Path) ->
     assert finished[0,].text  # what had come
     assert finished[1,].finish == "length"
 
+    @rx.program
+    def chooses(s: rx.State) -> None:
+        s += "x"
+        with s.scratch() as aside:
+            aside.choose(["yes", "no"])
+        assert s.cost.generations == 0
+        raise Odd
+
+    with pytest.raises(Odd):
+        chooses.options(trace=tmp_path / "c").run(engine)
+    trace = rx.load_trace(tmp_path / "c")
+    assert [(slot.finish, slot.usage) for run in trace.runs for slot in run.slots] == [("cancelled", None)]
+    assert "cancelled" in str(trace)
+
     with pytest.raises(TimeoutError):
         asyncio.run(timed_out(engine, tmp_path / "u"))
     [run] = rx.load_trace(tmp_path / "u").runs
