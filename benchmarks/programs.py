@@ -172,15 +172,14 @@ def workloads(*, quick: bool) -> list[Workload]:
             strict=False,
         )
     ][: 3 if quick else 8]
+    essay = " ".join(data["questions"][: 2 if quick else 8])
     branching, depth = (2, 2) if quick else (4, 3)
     return [
         Workload(
             f"tree of thought, {branching} branches, depth {depth}",
             lambda engine: tree_of_thought.run(engine, branching=branching, depth=depth),
         ),
-        Workload(
-            f"judge of {len(ASPECTS)} aspects", lambda engine: judge.run(engine, essay=" ".join(data["questions"][:8]))
-        ),
+        Workload(f"judge of {len(ASPECTS)} aspects", lambda engine: judge.run(engine, essay=essay)),
         Workload(
             f"{len(questions)} questions after {len(data['examples'])} examples",
             lambda engine: few_shot.batch(engine, [{"shots": shots, "question": one} for one in questions]),
