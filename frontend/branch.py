@@ -190,8 +190,8 @@ class Branch:
             given = before.committed if not before.is_empty else self.codec.start_ids
             node = owner(self.run.origin, [*before.certain(self.codec), *ids])
             self._hold(replace(self.content, committed=(*given, *ids), chosen=node, pending=""))
-        if choice.cost is not None:
-            self._charge(choice.cost)
+        if (cost := choice.cost) is not None:
+            self._charge(cost)
 
     def _charge(self, usage: Usage) -> None:
         branch: Branch | None = self

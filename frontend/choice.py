@@ -79,8 +79,9 @@ class Choice(Generic[T_co]):
     def usage(self) -> Usage:
         """The sum over the requests of all options."""
         self._ended()
-        assert self.cost is not None, "a choice that ended was counted"
-        return self.cost
+        cost = self.cost
+        assert cost is not None, "a choice that ended was counted"
+        return cost
 
     @property
     def is_done(self) -> bool:

@@ -58,26 +58,10 @@ class Mailbox:
                 outcome.append(error)
             self._ring()
 
-        context, interrupt = copy_context(), None
-        crew = Crew(self._driver, [run], cancel)
-        try:
-            crew.start()
+        context = copy_context()
+        with Crew(self._driver, [run], cancel).at_work():
             while (event := self._next(lambda: bool(outcome))) is not None:
                 yield event
-        finally:
-            while True:
-                try:
-                    crew.end()
-                    break
-                except Exception:
-                    raise
-                except BaseException as error:
-                    interrupt = error
-            if interrupt is not None:
-                try:
-                    raise interrupt
-                finally:
-                    del interrupt  # which refers to this frame
         if outcome[0] is not None:
             raise outcome[0]
 

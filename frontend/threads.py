@@ -6,7 +6,8 @@ Knows nothing of what they run or of how the engine is stepped.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Thread
 from time import monotonic, sleep
 
@@ -26,17 +27,37 @@ class Crew:
         pairs = zip(self._members, targets, strict=True)
         self._threads = [Thread(target=self._work, args=pair, daemon=True) for pair in pairs]
 
-    def start(self) -> None:
-        for member in self._members:
-            self._driver.expect(member)
-        for thread in self._threads:
-            thread.start()
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """They run within, and none is left after it: where that is left with an error, they are cancelled.
 
-    def join(self) -> None:
-        for thread in self._threads:
-            thread.join()
+        However many interrupts come meanwhile, the last one is raised when all have ended.
+        """
+        try:
+            for member in self._members:
+                self._driver.expect(member)
+            for thread in self._threads:
+                thread.start()
+            yield
+            with self._driver.away():
+                for thread in self._threads:
+                    thread.join()
+        except BaseException as error:
+            interrupt = error
+            while True:
+                try:
+                    self._end()
+                    break
+                except Exception:
+                    raise
+                except BaseException as error:  # one more: nobody outlives the caller
+                    interrupt = error
+            try:
+                raise interrupt
+            finally:
+                del interrupt  # which refers to this frame
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Cancel them and return when none is left. May be broken off by an interrupt, and called again then."""
         self._is_ending = True  # one that is just starting ends by itself
         self._driver.lock.let_go()  # they need it, and this thread may have been taking it
@@ -57,25 +78,8 @@ def run_threads(driver: Driver, targets: Sequence[Callable[[], object]], cancel:
 
     Where the caller is interrupted, `cancel` is told and has to end them; the last interrupt is raised when they have.
     """
-    crew = Crew(driver, targets, cancel)
-    try:
-        with driver.away():
-            crew.start()
-            crew.join()
-    except BaseException as error:
-        interrupt = error
-        while True:
-            try:
-                crew.end()
-                break
-            except Exception:
-                raise
-            except BaseException as error:  # one more: nobody outlives the caller
-                interrupt = error
-        try:
-            raise interrupt
-        finally:
-            del interrupt  # which refers to this frame
+    with Crew(driver, targets, cancel).at_work():
+        pass
 
 
 def _see_off(threads: Sequence[Thread]) -> None:
