@@ -35,3 +35,10 @@ def test_the_phases_of_a_step_are_the_runtimes() -> None:
 def test_a_benchmark_can_be_imported(path: Path) -> None:
     assert callable(import_module(path.stem).main)
     sys.modules.pop(path.stem)
+
+
+def test_every_benchmark_is_explained() -> None:
+    readme = (BENCHMARKS / "README.md").read_text()
+    for path in BENCHMARKS.glob("[a-z]*.py"):
+        assert f"\n| `{path.name}` |" in readme, f"{path.name} has no row"
+        assert f"\n## {path.name}\n" in readme or path.stem == "triton_resources", f"{path.name} has no section"
