@@ -28,7 +28,7 @@ def healed(s: rx.State, pieces: list[str]) -> tuple[str, tuple[int, ...], str, t
     return slot.value, slot.token_ids, s.text, (*before, -1, *s.tokens)
 
 
-@settings(suppress_health_check=list(HealthCheck), max_examples=60)
+@settings(suppress_health_check=list(HealthCheck))
 @given(byte_pair_codecs(), TEXTS, st.data())
 def test_what_is_healed_begins_with_the_text_however_it_was_split(codec: Codec, text: str, data: st.DataObject) -> None:
     assume(text)
@@ -47,7 +47,7 @@ def test_what_is_healed_begins_with_the_text_however_it_was_split(codec: Codec, 
     audit(engine)
 
 
-@settings(suppress_health_check=list(HealthCheck), max_examples=60)
+@settings(suppress_health_check=list(HealthCheck))
 @given(byte_pair_codecs(), TEXTS.filter(bool), TEXTS, st.integers(0, 20))
 def test_a_fork_before_a_healed_generation_changes_nothing(codec: Codec, a: str, b: str, page_size: int) -> None:
     engine = engine_of(codec)
@@ -111,7 +111,7 @@ def test_a_special_token_at_the_end_stays(page_size: int) -> None:
 
 
 def test_a_special_token_at_the_end_stays_in_random_vocabularies() -> None:
-    @settings(suppress_health_check=list(HealthCheck), max_examples=40)
+    @settings(suppress_health_check=list(HealthCheck), max_examples=settings().max_examples // 2)
     @given(byte_pair_codecs(), TEXTS, TEXTS)
     def check(codec: Codec, a: str, b: str) -> None:
         ids = codec.encode(a + SPECIAL)

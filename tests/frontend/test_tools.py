@@ -137,7 +137,7 @@ def test_whatever_the_model_says_is_one_turn(answer: Any, make_engine: MakeEngin
     assert len(kinds) > 2
 
 
-@settings(max_examples=30)
+@settings(max_examples=settings().max_examples // 2)
 @given(st.integers(0, 2**32), st.sampled_from([1, 4, 16]))
 def test_what_was_written_is_never_encoded_or_computed_again(seed: int, page_size: int) -> None:
     """The ids of a turn stay in the state, and the next one computes only the result that was appended."""

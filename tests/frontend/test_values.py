@@ -17,7 +17,7 @@ from uuid import UUID
 
 import jsonschema
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from pydantic import BaseModel, ConfigDict, Field, RootModel, TypeAdapter, field_validator
 from typing_extensions import TypedDict
 
@@ -171,7 +171,6 @@ def test_values_of_a_grammar_are_its_texts(pattern: str, make_engine: MakeEngine
         assert re.fullmatch(pattern, value)
 
 
-@settings(max_examples=60)
 @given(
     st.lists(st.sampled_from(KINDS), min_size=1, max_size=3),
     st.sampled_from([{"page_size": 1}, {"prefix_cache": False}, {"token_budget": 16}, {"keep_finished": 0}]),
@@ -297,7 +296,6 @@ def test_a_slot_as_text_is_as_it_was_written(make_engine: MakeEngine) -> None:
 # -- what is no value ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
 @given(st.sampled_from(KINDS), st.integers(1, 12), st.integers(0, 99))
 def test_a_value_that_is_cut_is_an_error_and_leaves_the_state_as_it_was(kind: Any, max_tokens: int, seed: int) -> None:
     engine = Engine(make_model(), tokenizer=ByteTokenizer(), num_pages=64, poison=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import radixrt as rx
 from radixrt.frontend.testing import Body, plain, programs
@@ -64,7 +64,6 @@ def test_without_a_cache_more_is_computed() -> None:
     assert " != " in str(yardstick)
 
 
-@settings(max_examples=100, deadline=None)
 @given(programs(), st.sampled_from([1, 4, 16]))
 def test_a_program_computes_no_more(body: Body, page_size: int) -> None:
     """Less, where it was cancelled, or gave what another branch had generated."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from radixrt.kernels import plan as plan_module, reference
 from radixrt.kernels.backend import AttentionBackend, LayerKV, LayerShape
@@ -278,7 +278,6 @@ def forests(draw: st.DrawFn) -> tuple[list[Branch], list[int]]:
 
 
 @pytest.mark.usefixtures("_small")
-@settings(max_examples=60, deadline=None)
 @given(
     forest=forests(),
     page_size=st.sampled_from([1, 2, 3, 4]),

@@ -69,7 +69,7 @@ def found(choices: tuple[Choice, ...]) -> list[tuple[tuple[int, ...], float]]:
     return [(choice.token_ids, choice.score if choice.score is not None else float("nan")) for choice in choices]
 
 
-@settings(max_examples=40)
+@settings(max_examples=settings().max_examples // 2)
 @given(data=st.data())
 def test_finds_what_a_dense_search_finds_under_any_pressure(data: st.DataObject) -> None:
     """In a pool that just holds the largest request, beside requests of other kinds, in chunks, with aborts."""
@@ -117,7 +117,7 @@ def test_finds_what_a_dense_search_finds_under_any_pressure(data: st.DataObject)
             assert found(outputs[handle].choices) == dense(prompt, p)
 
 
-@settings(max_examples=30)
+@settings(max_examples=settings().max_examples // 2)
 @given(
     prompt_len=st.integers(1, 20),
     page_size=st.sampled_from([1, 4, 16]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, given, strategies as st
 
 from radixrt.runtime import (
     BeamParams,
@@ -222,7 +222,6 @@ def test_what_can_never_fit_counts_every_choice(make_engine: MakeEngine) -> None
     run(engine)
 
 
-@settings(max_examples=60)
 @given(data=st.data())
 def test_choices_under_pressure_are_those_of_a_run_alone(data: st.DataObject) -> None:
     """In a pool that just holds the largest request, with aborts and forks of choices in between."""
@@ -263,7 +262,6 @@ def test_choices_under_pressure_are_those_of_a_run_alone(data: st.DataObject) ->
                 assert ours.finish_reason == theirs.finish_reason or handle in aborted
 
 
-@settings(max_examples=60)
 @given(data=st.data())
 def test_no_two_branches_draw_on_one_path(data: st.DataObject) -> None:
     """Whatever was forked, when, and into how many choices or beams: each has noise of its own."""

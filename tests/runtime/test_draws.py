@@ -116,7 +116,7 @@ def test_the_extreme_words_give_finite_noise(word: int) -> None:
     st.sampled_from([5e-324, 1e-30, 0.01, 0.8, 1.0, 100.0, 1e308]),
     st.sets(st.sampled_from(["tied", "masked", "some ids"])),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=5 * settings().max_examples)
 def test_the_largest_sum_is_found_without_all_of_the_noise(
     seed: int, count: int, spread: float, temperature: float, kinds: set[str]
 ) -> None:

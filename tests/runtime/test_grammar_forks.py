@@ -100,7 +100,6 @@ class Family:
         del self.told[child.handle]
 
 
-@settings(max_examples=60)
 @given(data=st.data())
 def test_the_place_is_that_of_the_tokens(data: st.DataObject) -> None:
     """After any forks at any positions, adoptions and truncations."""
@@ -165,7 +164,7 @@ def test_choices_with_a_grammar_under_preemption() -> None:
     class Pool(Pressed):
         pass
 
-    @settings(max_examples=40)
+    @settings(max_examples=settings().max_examples // 2)
     @given(
         grammar=st.sampled_from(GRAMMARS[:2]),
         n=st.integers(2, 4),
@@ -193,7 +192,7 @@ def test_forks_with_a_grammar_under_preemption() -> None:
     class Pool(Pressed):
         pass
 
-    @settings(max_examples=40)
+    @settings(max_examples=settings().max_examples // 2)
     @given(
         grammar=st.sampled_from(GRAMMARS[:2]),
         page_size=st.sampled_from([1, 2, 4]),

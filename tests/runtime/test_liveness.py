@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from radixrt.runtime import BeamParams, Engine, FinishEvent, Handle, InvalidRequest, Output, SamplingParams
 from radixrt.runtime.owners import Owners
@@ -194,7 +194,6 @@ def test_only_the_best_choices_stay(make_engine: MakeEngine) -> None:
         engine.reset_cache()
 
 
-@settings(max_examples=60)
 @given(
     width=st.integers(1, 5),
     prompt_len=st.integers(1, 9),
@@ -250,7 +249,6 @@ def test_of_an_aborted_search_the_prompt_stays(make_engine: MakeEngine, steps: i
     assert cached(engine) == 2
 
 
-@settings(max_examples=60)
 @given(data=st.data())
 def test_nothing_live_is_lost_and_nothing_dead_stays(data: st.DataObject) -> None:
     """Whatever is forked, adopted, truncated and released in whatever order, in a pool with room for all.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from radixrt.kernels.plan import AttentionPlan
 from radixrt.radix.testing import prefix_families
@@ -231,7 +231,6 @@ def collect(engine: Engine, handles: dict[Handle, int], ended: dict[int, tuple[i
 
 
 @given(prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=4, unique_by=tuple))
-@settings(max_examples=50)
 def test_namespaces_share_nothing(prompts: list[list[int]]) -> None:
     """The same prompts under other namespaces find nothing cached and answer otherwise."""
     params = SamplingParams(max_tokens=3, temperature=0.0)

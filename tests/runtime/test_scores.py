@@ -509,7 +509,7 @@ def test_rows_are_summed_each_by_itself() -> None:
     assert together.tolist() == [float(one[0]) for one in alone]
 
 
-@settings(max_examples=20)
+@settings(max_examples=settings().max_examples // 3)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), max_size=30))
 def test_a_row_may_be_asked_for_several_tokens(pairs: list[tuple[int, int]]) -> None:
     logits = torch.randn(10, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
