@@ -23,8 +23,8 @@ class Durations:
 
     count: int = 0
     total: float = 0.0
-    buckets: tuple[int, ...] = ()
-    bounds: tuple[float, ...] = _BOUNDS
+    buckets: tuple[int, ...] = field(default=(), repr=False)
+    bounds: tuple[float, ...] = field(default=_BOUNDS, repr=False)
 
     @property
     def mean(self) -> float:

@@ -104,3 +104,11 @@ def test_the_swap_rate_is_by_step() -> None:
     with two_prompts(swap="always") as engine:
         stats = engine.stats()
         assert stats.swap_rate == (stats.transfers.swap_outs + stats.transfers.swap_ins) / stats.counters.steps > 0
+
+
+def test_they_can_be_read_at_a_glance() -> None:
+    with two_prompts(swap="always") as engine:
+        shown = str(engine.stats())
+    assert "steps=" in shown
+    assert "num_cached=" in shown
+    assert len(shown) < 1500
