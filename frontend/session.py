@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from types import NoneType
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack, overload
 
-from .checks import check_kind, optional_integer
+from radixrt.runtime import Grammar, checks
+
 from .failures import StateMisuse
 from .program import Options, Runs, root_branch
-from .run import Cost, Sampling
+from .run import Cost, Generation
 from .slot import Slot
 from .state import Mark, State
+
+T = TypeVar("T")
 
 
 class Session:
@@ -20,14 +22,14 @@ class Session:
 
     def __init__(self, engine: Runs, *, system: str | None = None, ttl: int | None = None, **options: Any) -> None:
         """`ttl`: engine steps without a turn after which nothing is pinned any more. Further `Options` by name."""
-        check_kind("system", system, (str, NoneType), "a text")
+        checks.instance("system", system, (str, NoneType), "a text")
         self._engine = engine
         self._system = system
-        self._ttl = optional_integer("ttl", ttl, 1)
+        self._ttl = checks.optional_integer("ttl", ttl, 1)
         self._options = Options().changed(options)
         self._stack = ExitStack()
         self._state: State | None = None
-        self._turn: tuple[Slot[str], Mark] | None = None  # the last reply, and where its turn began
+        self._turn: tuple[Slot[Any], Mark] | None = None  # the last reply, and where its turn began
 
     @property
     def state(self) -> State:
@@ -39,26 +41,28 @@ class Session:
             self._turn = None
         return self._state
 
-    def send(
-        self,
-        text: str,
-        *,
-        max_tokens: int = 256,
-        stop: str | Sequence[str] = (),
-        temperature: float = 1.0,
-        **sampling: Unpack[Sampling],
-    ) -> Slot[str]:
-        """Say something as the user; the reply. Only what is new is sent and computed.
+    @overload
+    def send(self, text: str, kind: type[str] | Grammar = str, /, **asked: Unpack[Generation]) -> Slot[str]: ...
 
-        If the reply fails or is cancelled, the turn has not been.
+    @overload
+    def send(self, text: str, kind: type[T], /, **asked: Unpack[Generation]) -> Slot[T]: ...
+
+    @overload
+    def send(self, text: str, kind: object, /, **asked: Unpack[Generation]) -> Slot[Any]: ...
+
+    def send(self, text: str, kind: Any = str, /, **asked: Unpack[Generation]) -> Slot[Any]:
+        """Say something as the user; the reply, as `gen`'s of at most 256 tokens unless asked otherwise.
+
+        Only what is new is sent and computed. If the reply fails or is cancelled, the turn has not been.
         """
         state = self.state
         mark = state.mark()
+        asked.setdefault("max_tokens", 256)
         try:
             with state.user():
                 state += text
             with state.assistant():
-                slot = state.gen(max_tokens=max_tokens, stop=stop, temperature=temperature, **sampling)
+                slot: Slot[Any] = state.gen(kind, **asked)
         except BaseException:
             state.rewind(mark)
             raise

@@ -178,6 +178,22 @@ def test_a_session_goes_back_for_nothing(make_engine: MakeEngine) -> None:
         assert engine.stats().counters.computed == computed
 
 
+def test_a_reply_may_be_of_any_type(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with rx.session(engine) as chat:
+        reply = chat.send("How many?", int, max_tokens=40)
+        assert type(reply.value) is int
+        assert chat.messages[1]["content"] == reply.text
+        verdict = chat.send("Is that so?", rx.Grammar.choice(["yes", "no"]))
+        assert verdict.value in ("yes", "no")
+        before = chat.messages
+        with pytest.raises(rx.InvalidRequest, match="allowed"):
+            chat.send("And?", object())
+        with pytest.raises(rx.InvalidRequest, match="state: 3 appended"):
+            chat.send(3)  # type: ignore[call-overload]
+        assert chat.messages == before
+
+
 def test_a_refused_turn_has_not_been(make_engine: MakeEngine) -> None:
     engine = make_engine(num_pages=4)
     with rx.session(engine) as chat:
