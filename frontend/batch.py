@@ -16,9 +16,8 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import Any, NoReturn, TextIO
 
-from radixrt.runtime import InvalidRequest
+from radixrt.runtime import InvalidRequest, checks
 
-from .checks import check_kind, refuse
 from .driver import Driver
 from .scope import Failed, Ok
 from .threads import run_threads
@@ -63,7 +62,8 @@ class Journal:
         try:
             text = json.dumps({"row": number, "key": self._keys[number], "value": value})
         except (TypeError, ValueError) as error:
-            raise InvalidRequest(f"resume: row {number} returned what JSON cannot hold: {error}") from error
+            shown = reprlib.repr(value)
+            raise InvalidRequest(f"resume: row {number} returned {shown}, which JSON cannot hold: {error}") from error
         with self._lock:
             self._file.write(text + "\n")
             self._file.flush()  # a killed process loses nothing then
@@ -93,11 +93,11 @@ class Journal:
 
 def rows_of(rows: Iterable[Row]) -> list[Row]:
     """The rows as a list. InvalidRequest for what is none, before any is run."""
-    check_kind("rows", rows, Iterable, "a list with a mapping of arguments by name for each run")
+    checks.instance("rows", rows, Iterable, "a list with a mapping of arguments by name for each run")
     listed = list(rows)
     for number, row in enumerate(listed):
         if not (isinstance(row, Mapping) and all(isinstance(name, str) for name in row)):
-            refuse(f"row {number}", row, "a mapping of arguments by name")
+            checks.refuse(f"row {number}", row, "a mapping of arguments by name")
     return listed
 
 

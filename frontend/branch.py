@@ -11,9 +11,8 @@ from itertools import groupby
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
-from radixrt.runtime import Choice as Generated, InvalidRequest, Output, PinnedPrefix, SamplingParams, Usage
+from radixrt.runtime import Choice as Generated, InvalidRequest, Output, PinnedPrefix, SamplingParams, Usage, checks
 
-from .checks import check_kind
 from .choice import Choice
 from .content import Content, Said
 from .events import BranchClosed, Rewound, SlotReport, TextGiven, Where
@@ -96,7 +95,7 @@ class Branch:
     def asked(self, verb: str, kind: Literal["slot", "choice"], name: str | None) -> Requests:
         """The requests of something that may be asked for now, and have this name."""
         content = self.take_word()
-        check_kind("name", name, (str, NoneType), "a text, by which state[name] finds it")
+        checks.instance("name", name, (str, NoneType), "a text, by which state[name] finds it")
         if name is not None and name in content.slots:
             raise StateMisuse(f"{verb}: {name!r} is the name of an earlier slot, in {self.where}; choose another")
         return Requests(kind, name, self.driver, self.where, is_async=self.run.is_async)

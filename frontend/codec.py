@@ -11,9 +11,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Iterable
 from functools import cached_property
 
-from radixrt.runtime import Tokenizer
-
-from .checks import check_text
+from radixrt.runtime import Tokenizer, checks
 
 _SPACE = ord(" ")
 _TRIALS = ("a b", "a. b", "1 2", "é b", "a  b", "(a) \n b")
@@ -50,7 +48,7 @@ class Codec:
         return ids
 
     def _encode(self, text: str) -> list[int]:
-        check_text("text", text)
+        checks.text("text", text)
         ids = self._tokenizer.encode(text)
         return ids[len(self.start_ids) : len(ids) - self._num_last]
 

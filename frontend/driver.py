@@ -16,11 +16,10 @@ from threading import Lock, local
 from time import monotonic
 from weakref import WeakKeyDictionary, proxy
 
-from radixrt.runtime import Engine, FinishEvent, Handle, Output, TokenEvent
+from radixrt.runtime import Engine, FinishEvent, Handle, Output, TokenEvent, checks
 
 from .backend import Backend, EngineBackend
 from .chat import Template
-from .checks import refuse
 from .codec import Codec
 from .failures import GenerationFailed, StateMisuse
 from .turns import TurnLock
@@ -350,7 +349,9 @@ def driver_of(engine: Engine | Backend | Driver) -> Driver:
     if isinstance(engine, Driver):
         return engine
     if isinstance(engine, type) or not all(hasattr(engine, name) for name in ("submit", "fork", "step")):
-        refuse("engine", engine, "an rx.Engine, which takes a model's name, what rx.connect gives, or an rx.Yardstick")
+        checks.refuse(
+            "engine", engine, "an rx.Engine, which takes a model's name, what rx.connect gives, or an rx.Yardstick"
+        )
     with _drivers_lock:
         if engine not in _drivers:
             _drivers[engine] = Driver(EngineBackend(proxy(engine)) if isinstance(engine, Engine) else proxy(engine))

@@ -15,9 +15,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from radixrt.runtime import InvalidRequest
-
-from .checks import check_kind, check_text, refuse
+from radixrt.runtime import InvalidRequest, checks
 
 ScoreName = Literal["sum", "token_mean", "byte_mean", "greedy", "prefix_free", "pmi"]
 MAX_OPTIONS = 1024
@@ -136,7 +134,7 @@ def options_of(
     `end` marks an option's end for "prefix_free"; without it the lowest of the `ending_ids` does. For "pmi" an option
     without its context stands behind `start_ids` or, where there are none, that token.
     """
-    check_kind("end", end, (str, NoneType), "a text")
+    checks.instance("end", end, (str, NoneType), "a text")
     texts = tuple(map(text_of, options))
     if not 0 < len(texts) <= MAX_OPTIONS:
         raise InvalidRequest(f"options: {len(texts)} given; allowed: 1 to {MAX_OPTIONS}")
@@ -145,12 +143,12 @@ def options_of(
             f"options: number {texts.index('') + 1} is empty; allowed: texts of at least one character"
         )
     for text in texts:
-        check_text("options", text)
+        checks.text("options", text)
     twice = next((text for at, text in enumerate(texts) if text in texts[:at]), None)
     if twice is not None:
         raise InvalidRequest(f"options: {twice!r} given twice; allowed: each once")
     if score not in get_args(ScoreName):
-        refuse("score", score, ", ".join(get_args(ScoreName)))
+        checks.refuse("score", score, ", ".join(get_args(ScoreName)))
     if end is not None and score != "prefix_free":
         raise InvalidRequest(f'end: {end!r} given with score {score!r}; allowed: with "prefix_free", which it ends')
     before = encode(pending)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from radixrt.runtime import InvalidRequest
+from radixrt.runtime import checks
 
 ROLES = ("system", "user", "assistant", "tool")
 NUM_BYTES = 256
@@ -19,10 +19,7 @@ class TextTokenizer:
     eos_token_ids: frozenset[int] = frozenset()
 
     def encode(self, text: str) -> list[int]:
-        try:
-            return list(text.encode())
-        except UnicodeEncodeError:
-            raise InvalidRequest("prompt: text that is not Unicode given; allowed: no lone surrogates") from None
+        return list(checks.text("prompt", text).encode())
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")

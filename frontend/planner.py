@@ -5,7 +5,6 @@ Knows a model by the width of its KV alone, and requests by their lengths.
 
 from __future__ import annotations
 
-import numbers
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
@@ -14,7 +13,7 @@ from shutil import get_terminal_size
 from rich.console import Console
 from rich.table import Table
 
-from radixrt.runtime import EngineConfig, InvalidRequest, KVGeometry
+from radixrt.runtime import EngineConfig, InvalidRequest, KVGeometry, checks
 
 from .capacity import Pool, Way
 from .lengths import Lengths, Pairs
@@ -149,8 +148,8 @@ def plan(
     pool = Pool(
         num_pages=config.pages_for(token_bytes * config.page_size),
         page_size=config.page_size,
-        max_len=_integer("max_len", geometry.context_len if max_len is None else max_len, 2),
-        shared_prefix=_integer("shared_prefix", shared_prefix, 0),
+        max_len=checks.integer("max_len", geometry.context_len if max_len is None else max_len, 2, _MAX_LEN),
+        shared_prefix=checks.integer("shared_prefix", shared_prefix, 0, _MAX_LEN),
     )
     return CapacityPlan(
         model=str(model) if not isinstance(model, KVGeometry) else str(geometry),
@@ -159,12 +158,6 @@ def plan(
         pool=pool,
         given=Lengths.of(lengths),
     )
-
-
-def _integer(name: str, given: object, low: int) -> int:
-    if isinstance(given, numbers.Integral) and not isinstance(given, bool) and low <= int(given) <= _MAX_LEN:
-        return int(given)
-    raise InvalidRequest(f"{name}: {given!r:.40} given; allowed: an integer in [{low}, {_MAX_LEN}]")
 
 
 def _num(count: int, what: str) -> str:

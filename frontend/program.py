@@ -16,12 +16,11 @@ from threading import Event
 from types import NoneType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_args, overload
 
-from radixrt.runtime import CacheUse, Engine, InvalidRequest
+from radixrt.runtime import CacheUse, Engine, InvalidRequest, checks
 
 from .backend import Backend
 from .batch import Journal, in_tasks, in_threads, rows_of
 from .branch import Branch
-from .checks import check_kind, integer, refuse
 from .driver import Driver, always, driver_of
 from .events import Observer, RunEnded, RunEvent, RunStarted
 from .failures import BranchCancelled, StateMisuse, annotate, plain_value
@@ -56,15 +55,15 @@ class Options:
 
     def __post_init__(self) -> None:
         """InvalidRequest for what could be none of these."""
-        object.__setattr__(self, "seed", integer("seed", self.seed, -(2**63), 2**64 - 1))
-        check_kind("namespace", self.namespace, str, "a text")
-        object.__setattr__(self, "priority", integer("priority", self.priority, -(2**63), 2**63 - 1))
+        object.__setattr__(self, "seed", checks.integer("seed", self.seed, -(2**63), 2**64 - 1))
+        checks.instance("namespace", self.namespace, str, "a text")
+        object.__setattr__(self, "priority", checks.integer("priority", self.priority, -(2**63), 2**63 - 1))
         if self.cache not in get_args(CacheUse):
-            refuse("cache", self.cache, ", ".join(get_args(CacheUse)))
-        check_kind("trace", self.trace, (str, Path, NoneType), "a path")
-        check_kind("observers", self.observers, Sequence, "a list of classes or functions, called for one of each run")
-        for observer in self.observers:
-            check_kind("observers", observer, Callable, "classes or functions, called for one of each run")
+            checks.refuse("cache", self.cache, ", ".join(get_args(CacheUse)))
+        checks.instance("trace", self.trace, (str, Path, NoneType), "a path")
+        allowed = "a list of classes or functions, called for one of each run"
+        for observer in checks.instance("observers", self.observers, Sequence, allowed):
+            checks.instance("observers", observer, Callable, allowed)
 
     def changed(self, changes: Mapping[str, Any]) -> Options:
         """These with others of these names. InvalidRequest for a name that there is not."""
@@ -131,9 +130,11 @@ class Program(Generic[P, R, C]):
 
     def __init__(self, function: Callable[Concatenate[State, P], C], options: Options) -> None:
         """InvalidRequest for what is no function of a state, or yields."""
-        check_kind("program", function, Callable, "a function whose first argument is a state")
+        checks.instance("program", function, Callable, "a function whose first argument is a state")
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            refuse("program", function, "a function that returns its value; `stream` gives what happens meanwhile")
+            checks.refuse(
+                "program", function, "a function that returns its value; `stream` gives what happens meanwhile"
+            )
         self._function = function
         self._options = options
         self._is_async = inspect.iscoroutinefunction(function)
@@ -149,7 +150,7 @@ class Program(Generic[P, R, C]):
 
     def __call__(self, state: State, *args: P.args, **kwargs: P.kwargs) -> C:
         allowed = f"a state, inside of another program; {self.name}.run(engine, ...) runs it"
-        check_kind(self.name, state, State, allowed)
+        checks.instance(self.name, state, State, allowed)
         return self._function(state, *args, **kwargs)
 
     def run(self, engine: Runs, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -232,8 +233,8 @@ class Program(Generic[P, R, C]):
         then. Where stderr is a terminal a bar there shows the `progress`.
         """
         todo = rows_of(rows)
-        concurrency = integer("concurrency", concurrency, 1)
-        check_kind("resume", resume, (str, Path, NoneType), "a path")
+        concurrency = checks.integer("concurrency", concurrency, 1)
+        checks.instance("resume", resume, (str, Path, NoneType), "a path")
         if self._is_async:
             self._check_no_loop("batch", "call it in a thread, as asyncio.to_thread does")
         driver = driver_of(engine)

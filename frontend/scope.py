@@ -15,8 +15,9 @@ from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, overload
 
+from radixrt.runtime import checks
+
 from .branch import Branch
-from .checks import check_kind, integer, refuse
 from .content import Content
 from .events import BranchOpened
 from .failures import BranchCancelled, StateMisuse, annotate, plain_value
@@ -140,7 +141,7 @@ class Branches(Scope, Sequence[State]):
     """The branches of a scope, in order."""
 
     def __init__(self, parent: Branch, n: int) -> None:
-        super().__init__(parent, integer("fork", n, 0, MAX_BRANCHES, or_else="a sequence of items, or "))
+        super().__init__(parent, checks.integer("fork", n, 0, MAX_BRANCHES, or_else="a sequence of items, or "))
 
     def __enter__(self) -> Self:
         self._open()
@@ -191,7 +192,7 @@ class Branches(Scope, Sequence[State]):
         The first error cancels the other branches and is raised as itself. With "collect" nothing is cancelled, and
         each result is `Ok` or `Failed`.
         """
-        check_kind("map", function, Callable, "a function of a branch")
+        checks.instance("map", function, Callable, "a function of a branch")
         return _map_all(self, self._states, function, on_error)
 
 
@@ -218,14 +219,14 @@ class ItemBranches(Branches, Generic[T]):
 
     def map(self, function: Callable[[State, T], Any], *, on_error: OnError = "raise") -> Any:
         """As `Branches.map`; the function gets the branch and its item."""
-        check_kind("map", function, Callable, "a function of a branch and its item")
+        checks.instance("map", function, Callable, "a function of a branch and its item")
         items = dict(zip(self._states, self.items, strict=True))
         return _map_all(self, self._states, lambda state: function(state, items[state]), on_error)
 
 
 def _map_all(scope: Scope, states: Sequence[State], function: Callable[[State], Any], on_error: OnError) -> Any:
     if on_error not in ("raise", "collect"):
-        refuse("on_error", on_error, '"raise" or "collect"')
+        checks.refuse("on_error", on_error, '"raise" or "collect"')
     parent = scope._parent
     parent.check_open()
     if parent.scope is not scope:

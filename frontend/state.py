@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, get_args, overload
 
-from radixrt.runtime import Grammar, InvalidRequest, SamplingParams
+from radixrt.runtime import Grammar, InvalidRequest, SamplingParams, checks
 
 from .branch import Branch
-from .checks import check_kind, check_text, number, optional_integer, refuse
 from .choice import Choice
 from .content import Content
 from .failures import StateMisuse
@@ -60,7 +59,7 @@ class State:
             said = f"{text!r:.80} appended; allowed: a text, a slot or a choice"
             raise InvalidRequest(f"state: {said}, in {branch.where}; write str(...) if that is meant")
         written = str(text)
-        check_text("state", written)
+        checks.text("state", written)
         branch.content = content.plus(written, start_ids=branch.codec.start_ids)
         return self
 
@@ -70,7 +69,7 @@ class State:
 
         It is closed whatever ends the block; what the template puts behind it is written once more follows.
         """
-        check_kind("message", role, str, f"a role, such as {', '.join(get_args(Role))}")
+        checks.instance("message", role, str, f"a role, such as {', '.join(get_args(Role))}")
         branch = self._branch
         content = branch.take_turn()
         if content.is_open or (content.said is not None and not content.roles):
@@ -174,7 +173,7 @@ class State:
     def _healed(self, boundary: Boundary) -> str:
         """The end of the text before a generation that it begins with anew."""
         if boundary not in get_args(Boundary):
-            refuse("boundary", boundary, '"raw", "heal" or "exact"')
+            checks.refuse("boundary", boundary, '"raw", "heal" or "exact"')
         rest = "" if boundary == "raw" else self._branch.content.healed(self._branch.codec)[1]
         if rest and boundary == "exact":
             raise InvalidRequest(
@@ -200,8 +199,8 @@ class State:
         """
         branch = self._branch
         requests = branch.asked("choose", "choice", name)
-        temperature = number("temperature", temperature, 0)
-        check_kind("options", options, Iterable, "texts, or what `str` makes them of")
+        temperature = checks.number("temperature", temperature, 0)
+        checks.instance("options", options, Iterable, "texts, or what `str` makes them of")
         values = list(options)
         content, codec = branch.content, branch.codec
         with requests.beginning():
@@ -261,7 +260,7 @@ class State:
         The text is encoded anew and, wherever this state has gone on otherwise, computed anew, every token of it: KV
         depends on all that comes before. `adopt` computes nothing, but takes one branch alone.
         """
-        check_kind("splice", branch, State, "a branch of this state")
+        checks.instance("splice", branch, State, "a branch of this state")
         self._branch.take_turn()
         spliced = branch._branch
         if spliced.parent is not self._branch:
@@ -276,7 +275,7 @@ class State:
 
     def rewind(self, mark: Mark) -> None:
         """Be as at the mark. Computes nothing; what is generated then is drawn anew."""
-        check_kind("rewind", mark, Mark, "what mark() of this state returned")
+        checks.instance("rewind", mark, Mark, "what mark() of this state returned")
         self._branch.take_turn()
         if mark._branch is not self._branch:
             raise StateMisuse(f"rewind: to the mark of another state, in {self._branch.where}")
@@ -331,7 +330,7 @@ class State:
     def pin(self, ttl: int | None = None) -> None:
         """From now on keep what the cache has of this state, anew behind each generation: until it closes or for `ttl`
         engine steps without one. Computes nothing; where the engine's `pin_budget` is used up, nothing is kept."""
-        self._branch.pin(optional_integer("ttl", ttl, 1))
+        self._branch.pin(checks.optional_integer("ttl", ttl, 1))
 
     def close(self, reason: BaseException | None = None) -> None:
         """Cancel what runs and give everything back, branches first. Twice is fine."""

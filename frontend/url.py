@@ -28,12 +28,12 @@ from radixrt.runtime import (
     SamplingParams,
     ScoreParams,
     Tokenizer,
+    checks,
     load_tokenizer,
 )
 
 from .answer import Answer, Count, holds
 from .backend import Asked
-from .checks import optional_integer
 from .codec import Codec
 from .dialect import Body, Dialect
 from .failures import ServerError
@@ -317,7 +317,7 @@ def connect(
     """
     counts = (("validate_and_retry", validate_and_retry, 1), ("concurrency", concurrency, 1))
     for name, value, low in (*counts, ("num_retries", num_retries, 0)):
-        optional_integer(name, value, low)
+        checks.optional_integer(name, value, low)
     own = load_tokenizer(tokenizer) if tokenizer is not None else None
     wire = Wire(url, api_key=api_key, timeout=timeout, num_retries=num_retries, num_open=concurrency)
     return UrlBackend(wire, model=model, own=own, num_tries=validate_and_retry)

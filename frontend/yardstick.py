@@ -5,10 +5,9 @@ Knows nothing of states or text: it watches what an engine is asked.
 
 from __future__ import annotations
 
-from radixrt.runtime import CacheUse, Engine, Event, FinishEvent, Handle, SamplingParams
+from radixrt.runtime import CacheUse, Engine, Event, FinishEvent, Handle, SamplingParams, checks
 
 from .backend import Asked, EngineBackend
-from .checks import check_kind
 
 
 class Yardstick:
@@ -23,7 +22,7 @@ class Yardstick:
 
     def __init__(self, engine: Engine) -> None:
         """InvalidRequest for anything but an engine of this process."""
-        check_kind("yardstick", engine, Engine, "an rx.Engine; other backends do not say what they computed")
+        checks.instance("yardstick", engine, Engine, "an rx.Engine; other backends do not say what they computed")
         self._backend = backend = EngineBackend(engine)
         self._engine = engine
         self._before = engine.stats().counters

@@ -2,6 +2,7 @@
 
 from radixrt.radix import Explanation, RadixrtError
 
+from . import checks
 from .config import EngineConfig
 from .counting import Counters, trie_size
 from .engine import Engine, EngineStats
@@ -68,6 +69,7 @@ __all__ = [
     "Tokenizer",
     "Transfers",
     "Usage",
+    "checks",
     "load_model",
     "load_tokenizer",
     "replay",

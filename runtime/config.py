@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from radixrt.radix import POLICIES
 
-from .checks import instance, integer, refuse
+from .checks import instance, integer, number, optional_integer, refuse
 from .errors import InvalidRequest
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -68,15 +68,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, low in _LEAST.items():
             object.__setattr__(self, name, integer(name, getattr(self, name), low, _MAX))
-        is_number = isinstance(self.pin_budget, (int, float)) and not isinstance(self.pin_budget, bool)
-        if not (is_number and 0 <= self.pin_budget <= 1):
-            refuse("pin_budget", self.pin_budget, "a number in [0, 1]")
-        for name in ("num_pages", "prefill_chunk"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, integer(name, getattr(self, name), 1, _MAX, or_else="None or "))
-        if self.num_host_pages is not None:
-            allowed = ("num_host_pages", self.num_host_pages, 0, _MAX)
-            object.__setattr__(self, "num_host_pages", integer(*allowed, or_else="None or "))
+        object.__setattr__(self, "pin_budget", number("pin_budget", self.pin_budget, 0, 1))
+        for name, low in (("num_pages", 1), ("prefill_chunk", 1), ("num_host_pages", 0)):
+            object.__setattr__(self, name, optional_integer(name, getattr(self, name), low, _MAX))
         if self.swap not in get_args(Swap):
             refuse("swap", self.swap, " or ".join(map(repr, get_args(Swap))))
         for name in ("prefix_cache", "poison"):

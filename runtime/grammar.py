@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from .checks import refuse
+from .checks import refuse, text
 from .errors import InvalidRequest
 
 Kind = Literal["json_schema", "regex", "lark", "choice"]
@@ -135,11 +135,9 @@ class Grammar:
             refuse("grammar", self.kind, " or ".join(get_args(Kind)))
         if not isinstance(self.source, str) or len(self.source) > MAX_SOURCE:
             refuse("grammar", self.source, f"a text of at most {MAX_SOURCE} characters")
+        text("grammar", self.source)
         try:
-            self.source.encode()
             failed, messages = LLMatcher.validate_grammar_with_warnings(self.compilable(), None, limits=limits())
-        except UnicodeEncodeError:
-            refuse("grammar", self.source, "Unicode text without lone surrogates")
         except (ValueError, RecursionError) as error:
             if isinstance(error, InvalidRequest):
                 raise

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import difflib
 import math
-import numbers
 import reprlib
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self
 
-from .checks import integer, refuse
+from .checks import integer, is_unicode, number, optional_integer, refuse
 from .errors import InvalidRequest
 from .grammar import Grammar
 
@@ -78,22 +77,22 @@ class SamplingParams:
     def __post_init__(self) -> None:
         checked = {
             "n": integer("n", self.n, 1, MAX_CHOICES),
-            "best_of": _optional_integer("best_of", self.best_of, 1, MAX_CHOICES),
+            "best_of": optional_integer("best_of", self.best_of, 1, MAX_CHOICES),
             "max_tokens": integer("max_tokens", self.max_tokens, 1, MAX_TOKEN_ID),
             "min_tokens": integer("min_tokens", self.min_tokens, 0, MAX_TOKEN_ID),
-            "temperature": _number("temperature", self.temperature, 0.0, math.inf, "a finite number of at least 0"),
-            "top_k": _optional_integer("top_k", self.top_k, 1, MAX_TOKEN_ID),
-            "top_p": _number("top_p", self.top_p, math.ulp(0.0), 1.0, "a number in (0, 1]"),
-            "min_p": _number("min_p", self.min_p, 0.0, 1.0),
+            "temperature": number("temperature", self.temperature, 0),
+            "top_k": optional_integer("top_k", self.top_k, 1, MAX_TOKEN_ID),
+            "top_p": number("top_p", self.top_p, math.ulp(0.0), 1.0, "a number in (0, 1]"),
+            "min_p": number("min_p", self.min_p, 0.0, 1.0),
             # Wide enough for every use, narrow enough that no float32 logit overflows.
-            "repetition_penalty": _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0),
-            "presence_penalty": _number("presence_penalty", self.presence_penalty, -2.0, 2.0),
-            "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            "repetition_penalty": number("repetition_penalty", self.repetition_penalty, 0.01, 100.0),
+            "presence_penalty": number("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            "frequency_penalty": number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
             "logit_bias": _bias_pairs(self.logit_bias),
             "stop": _stop_strings(self.stop),
             "stop_token_ids": _stop_token_ids(self.stop_token_ids),
-            "logprobs": _optional_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
-            "seed": _optional_integer("seed", self.seed, -(2**63), 2**64 - 1),
+            "logprobs": optional_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+            "seed": optional_integer("seed", self.seed, -(2**63), 2**64 - 1),
             "grammar": _grammar(self.grammar),
             "prefix": _prefix(self.prefix),
         }
@@ -184,8 +183,8 @@ class BeamParams:
             "width": integer("width", self.width, 1, MAX_WIDTH),
             "max_tokens": integer("max_tokens", self.max_tokens, 1, MAX_TOKEN_ID),
             "min_tokens": integer("min_tokens", self.min_tokens, 0, MAX_TOKEN_ID),
-            "length_penalty": _number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
-            "num_return": _optional_integer("num_return", self.num_return, 1, MAX_WIDTH),
+            "length_penalty": number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+            "num_return": optional_integer("num_return", self.num_return, 1, MAX_WIDTH),
             "stop_token_ids": _stop_token_ids(self.stop_token_ids),
         }
         for name, value in checked.items():
@@ -269,22 +268,6 @@ def _refuse_unknown(given: Collection[str], known: Sequence[str]) -> None:
             raise InvalidRequest(f"{reprlib.repr(name)}: no such field; known: {', '.join(close)}")
 
 
-def _optional_integer(field: str, given: object, low: int, high: int) -> int | None:
-    return None if given is None else integer(field, given, low, high, or_else="None or ")
-
-
-def _number(field: str, given: object, low: float, high: float, allowed: str = "") -> float:
-    """`given` as a finite float in [low, high]; integers and numpy's numbers count, bool does not."""
-    if isinstance(given, numbers.Real) and not isinstance(given, bool):
-        try:
-            value = float(given)
-        except OverflowError:
-            value = math.inf
-        if low <= value <= high and math.isfinite(value):
-            return value
-    refuse(field, given, allowed or f"a number in [{low:g}, {high:g}]")
-
-
 def _grammar(given: object) -> Grammar | None:
     if isinstance(given, Mapping):
         return Grammar.from_dict(given)
@@ -294,7 +277,7 @@ def _grammar(given: object) -> Grammar | None:
 
 
 def _prefix(given: object) -> str:
-    if not isinstance(given, str) or len(given) > MAX_PREFIX_CHARS or not _is_unicode(given):
+    if not isinstance(given, str) or len(given) > MAX_PREFIX_CHARS or not is_unicode(given):
         refuse("prefix", given, f"a text of at most {MAX_PREFIX_CHARS} characters without lone surrogates")
     return given
 
@@ -308,7 +291,7 @@ def _bias_pairs(given: object) -> tuple[tuple[int, float], ...]:
     if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
         refuse("logit_bias", given, allowed)
     biases = {
-        integer("logit_bias", token_id, 0, MAX_TOKEN_ID): _number("logit_bias", bias, -100.0, 100.0)
+        integer("logit_bias", token_id, 0, MAX_TOKEN_ID): number("logit_bias", bias, -100.0, 100.0)
         for token_id, bias in pairs
     }
     if len(biases) < len(pairs):
@@ -322,13 +305,9 @@ def _stop_strings(given: object) -> tuple[str, ...]:
     if not isinstance(strings, Sequence) or isinstance(strings, (bytes, bytearray)) or len(strings) > MAX_STOPS:
         refuse("stop", given, f"a string or a sequence of at most {MAX_STOPS}")
     for string in strings:
-        if not (isinstance(string, str) and 0 < len(string) <= MAX_STOP_CHARS and _is_unicode(string)):
+        if not (isinstance(string, str) and 0 < len(string) <= MAX_STOP_CHARS and is_unicode(string)):
             refuse("stop", string, f"strings of 1 to {MAX_STOP_CHARS} characters without lone surrogates")
     return tuple(strings)
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _stop_token_ids(given: object) -> tuple[int, ...]:

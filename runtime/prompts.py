@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .checks import instance, refuse
+from .checks import instance, refuse, text
 from .errors import InvalidRequest
 from .model import Model
 from .sequence import TokenArray
@@ -26,10 +26,7 @@ def token_ids_of(prompt: Any, model: Model, tokenizer: Tokenizer | None) -> Toke
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidRequest("prompt: a text given, this engine has no tokenizer; give token ids")
-        try:
-            prompt = tokenizer.encode(prompt)
-        except UnicodeEncodeError:
-            refuse("prompt", prompt, "Unicode text without lone surrogates")
+        prompt = tokenizer.encode(text("prompt", prompt))
     ids = _as_array(prompt)
     if ids is None or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         refuse("prompt", prompt, "a text or a flat list of integer token ids")

@@ -65,7 +65,7 @@ ON_STATES: dict[str, tuple[Misuse, str]] = {
     "rewind": (lambda s: s.rewind(3), r"rewind: 3 given; allowed: what mark\(\) of this state returned"),
     "splice": (lambda s: s.splice("text"), "splice: 'text' given; allowed: a branch of this state"),
     "adopt": (lambda s: s.adopt(3), "adopt: no branches live"),
-    "pin": (lambda s: s.pin("x"), "ttl: 'x' given; allowed: None, or an integer of at least 1"),
+    "pin": (lambda s: s.pin("x"), "ttl: 'x' given; allowed: None or an integer of at least 1"),
     "pin 0": (lambda s: s.pin(0), "ttl: 0 given"),
     "message": (lambda s: s.message(3).__enter__(), "message: 3 given; allowed: a role, such as system"),
     "choose": (lambda s: s.choose(3), "options: 3 given; allowed: texts"),
@@ -260,7 +260,7 @@ def test_options_are_checked_where_they_are_given(engine: Engine, options: dict[
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"ttl": "x"}, "ttl: 'x' given; allowed: None, or an integer of at least 1"),
+        ({"ttl": "x"}, "ttl: 'x' given; allowed: None or an integer of at least 1"),
         ({"ttl": 0}, "ttl: 0 given"),
         ({"system": 3}, "system: 3 given; allowed: a text"),
     ],
