@@ -4,6 +4,7 @@
 // A layer is one parallel region: new keys and values are written, tasks reduce their pages, and rows that several
 // tasks have read are folded. The parts and their oracle: native/tasks.h, native/tile.h, ../reference.py.
 
+#include "native/amx.h"
 #include "native/norm.h"
 #include "native/product.h"
 #include "native/scratch.h"
@@ -67,9 +68,9 @@ void run_task(const Step& step, const Call& call, const LayerTasks& layer, int64
     tile.scale = call.scale;
     tile.softcap = call.softcap;
     tile.blocks = blocks.get<Block>(tile.num_blocks);
-    tile.q = queries.get<Weight>(num_rows * call.dim);
-    if (!std::is_same_v<Cache, Format>) tile.wide = wide.get<float>(PANEL * call.dim);
-    tile.scores = scores.get<float>(num_rows * GROUP);
+    tile.q = queries.get<Weight>(tile.padded_rows() * tile.depth());
+    if (!std::is_same_v<Cache, Format> && Format::ROW_UNIT == 1) tile.wide = wide.get<float>(PANEL * call.dim);
+    tile.scores = scores.get<float>(tile.padded_rows() * GROUP);
     tile.low = limits.get<int>(2 * num_rows);
     tile.high = tile.low + num_rows;
     int64_t* row_positions = positions.get<int64_t>(num_rows);
@@ -129,7 +130,7 @@ void attend(Step& step, const Call& call) {
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < tasks; ++i) {
             const int64_t num_rows = layer.cells[i % layer.cells.size()].num_rows() * heads;
-            if (num_rows > WIDEN_ROWS) run_task<Format, typename Format::Wide>(step, call, layer, i, merge_data);
+            if (num_rows > Format::MANY) run_task<Format, typename Format::Wide>(step, call, layer, i, merge_data);
             else run_task<Format, Format>(step, call, layer, i, merge_data);
         }
 #pragma omp for schedule(static)
@@ -160,7 +161,7 @@ void radixrt_free(Step* step) { delete step; }
 
 void radixrt_attend_float32(Step* step, const Call* call) { attend<Float32>(*step, *call); }
 
-void radixrt_attend_bfloat16(Step* step, const Call* call) { attend<BFloat16>(*step, *call); }
+void radixrt_attend_bfloat16(Step* step, const Call* call) { attend<PairedBFloat16>(*step, *call); }
 
 void radixrt_multiply_float32(const Product* product) { multiply<Float32>(*product); }
 

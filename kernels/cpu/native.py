@@ -114,8 +114,20 @@ def cpu_facts() -> str:
 
 
 def _bfloat16_flags(cpu: str) -> tuple[str, ...]:
-    """native/simd.h says why the instruction for pairs of bfloat16 is used on AMD alone."""
+    """How attention multiplies bfloat16: in tiles, or by an instruction for pairs (native/simd.h), or else widened."""
+    if "amx_bf16" in cpu and _has_tiles():
+        return ("-DRADIXRT_AMX",)
     return ("-DRADIXRT_BF16_DOT",) if "avx512_bf16" in cpu and "AuthenticAMD" in cpu else ()
+
+
+@cache
+def _has_tiles() -> bool:
+    """Ask Linux, which saves a process's tile registers only once it has asked, for all of its threads."""
+    arch_prctl, request, tile_data = 158, 0x1023, 18  # of x86-64; ARCH_REQ_XCOMP_PERM; its number in XCR0
+    try:
+        return bool(ctypes.CDLL(None).syscall(arch_prctl, request, tile_data) == 0)
+    except (OSError, AttributeError):
+        return False
 
 
 class _Rows(ctypes.Structure):

@@ -344,6 +344,23 @@ def test_no_chunk_size_changes_a_bit(
     assert torch.equal(torch.cat(parts), expected)
 
 
+@pytest.mark.parametrize(("dtype", "page_size", "heads"), EXACT_CASES, ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1e-30, 1e-9, 1.0), (1.0, 1.0, 1e-38), (1.0, 1.0, 1e-40), (1e-39, 1.0, 1.0)], ids=str
+)
+def test_no_plan_changes_a_bit_of_the_smallest_numbers(
+    backend: NativeAttention, dtype: torch.dtype, page_size: int, heads: Heads, sizes: tuple[float, float, float]
+) -> None:
+    """Below 2^-126 some instructions take numbers for zero, and others do not."""
+    step = make(MIXED, heads=heads, page_size=page_size, dtype=dtype)
+    q, k, v = sizes
+    cached = step.cached[0] * k, step.cached[1] * v
+    step = replace(step, q=step.q * q, k=step.k * k, v=step.v * v, cached=cached)
+    expected = step.run(backend, step.plan(sharing_cost=NEVER))
+    for plan in [step.plan(), *(random_plan(Random(i), *step.csr, page_size=page_size, exact=True) for i in range(3))]:
+        assert torch.equal(step.run(backend, plan, threads=2), expected)
+
+
 def test_without_exact_plans_change_bits(backend: NativeAttention) -> None:
     """The tests above have power: nodes cut inside groups, which only inexact plans allow, give other bits."""
     step = make(MIXED, heads=(6, 2, 64))
@@ -449,12 +466,20 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("backend", "_own_cache")
-@pytest.mark.parametrize("flag", ["-march=haswell", "-DRADIXRT_BF16_DOT"])
-def test_other_instruction_sets_agree(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
-    cpu = native.cpu_facts()
-    if (flag == "-march=haswell" and "avx2" not in cpu) or ("DOT" in flag and "avx512_bf16" not in cpu):
+@pytest.mark.parametrize(
+    ("flag", "needed"),
+    [
+        ("-march=haswell", "avx2"),
+        ("-march=native", "avx512f"),
+        ("-DRADIXRT_BF16_DOT", "avx512_bf16"),
+        ("-DRADIXRT_AMX", "amx_bf16"),
+    ],
+)
+def test_other_instruction_sets_agree(monkeypatch: pytest.MonkeyPatch, flag: str, needed: str) -> None:
+    if needed not in native.cpu_facts() or ("AMX" in flag and not native._has_tiles()):
         pytest.skip("not on this CPU")
-    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-O1", flag))
+    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-O1"))
+    monkeypatch.setattr(native, "_bfloat16_flags", lambda cpu: (flag,))
     backend = use(native.build.__wrapped__())
     for dtype in BOUNDS:
         step = make([*ragged(8), (600, 1, 64), (601, 9, 64)], page_size=8, heads=(4, 2, 48), dtype=dtype)

@@ -22,7 +22,7 @@ constexpr int ROWS = 6;  // rows in registers at a time: 6 * 4 sums, 4 cached ve
 #else
 constexpr int ROWS = 2;
 #endif
-constexpr int WIDEN_ROWS = 8 * ROWS;  // beyond, widening a panel once is 6 % faster than doing so in each block
+constexpr int CHUNK = 32;  // elements or positions whose products are added up by themselves, where CHAINS are 2
 constexpr int TILE = 128;  // rows of a tile: their scores of one group (128 KB) stay in the second cache
 
 // The first position that a row reads.
@@ -49,11 +49,15 @@ struct Tile {
     float scale, softcap;     // softcap 0: none
     const int64_t* positions; // [num_rows]
     Block* blocks;            // [num_blocks]
-    Weight* q;                // of each block: [dim / PAIR, rows of the block, PAIR]
+    Weight* q;                // of each block: [dim / PAIR, rows of the block, PAIR]; in units of rows: [rows, depth]
     float* wide;              // [PANEL * dim], for a panel whose cache is in another format
-    float* scores;            // [num_rows, GROUP], each row overwritten by its weights: 2^(score - max)
+    float* scores;            // [padded rows, GROUP], each row overwritten by its weights: 2^(score - max)
     int *low, *high;          // [num_rows] the row reads positions [low, high) of the group
 
+    int64_t padded_rows() const { return (num_rows + Format::ROW_UNIT - 1) / Format::ROW_UNIT * Format::ROW_UNIT; }
+    int64_t depth() const { return (dim + Format::DEPTH_UNIT - 1) / Format::DEPTH_UNIT * Format::DEPTH_UNIT; }
+    // Vectors in registers at a time, beside at most ROWS rows.
+    int width() const { return Format::CHAINS == 1 || num_rows <= ROWS / 2 ? COLS : COLS / 2; }
     static int blocks_of(int num_rows) { return (num_rows + ROWS - 1) / ROWS; }
     Weight* weights(int64_t row) const { return (Weight*)(scores + row * GROUP); }
 
@@ -65,6 +69,11 @@ struct Tile {
             blocks[b] = {first, rows, 0, 0, 0, 0};
             for (int r = 0; r < rows; ++r) {
                 const auto* from = query(first + r);
+                if constexpr (Format::ROW_UNIT > 1) {
+                    std::memcpy(q + (first + r) * depth(), from, dim * sizeof(Weight));
+                    std::fill_n(q + (first + r) * depth() + dim, depth() - dim, Weight{});
+                    continue;
+                }
                 Weight* to = q + first * dim + r * PAIR;
                 for (int64_t d = 0; d < dim; d += LANES) {
                     Weight lanes[LANES];
@@ -106,39 +115,62 @@ struct Ahead {
     }
 };
 
-// Scores of R rows from `row` on, a block, against C vectors of positions, the first of them `position`. keys[i] points
-// to the first of 8 positions; where HALVES, pages of 8, a vector is two such pieces, else it lies together.
+// Add to sums of R rows and C vectors: the elements of a pair to the same, or each to sums of its own.
+template <class Format, int R, int C>
+inline void add_products(const typename Format::Weight* weights, int64_t stride,
+                         const typename Format::Cached (&cached)[C], f32x16 (&sums)[Format::CHAINS][R][C]) {
+    if constexpr (Format::CHAINS == 1) Format::template dot<R, C>(weights, stride, cached, sums[0]);
+    else Format::template dot<R, C>(weights, stride, cached, sums);
+}
+
+// What sums come to, behind what was there.
+template <class Format, int R, int C>
+inline f32x16 total(f32x16 before, const f32x16 (&sums)[Format::CHAINS][R][C], int r, int c) {
+    if constexpr (Format::CHAINS == 1) return sums[0][r][c];
+    else return before + (sums[0][r][c] + sums[1][r][c]);
+}
+
+// Scores of R rows from `row` on, a block, against C vectors of positions from `first` on of the panel at `panel`.
+// keys[i] points to the first of 8 positions; where HALVES, pages of 8, a vector is two such pieces, else it lies
+// together.
 template <class Format, int R, int C, bool HALVES>
 [[gnu::noinline]] void score_block(const Tile<Format>& tile, int64_t row, const typename Format::Element* const* keys,
-                                   const Ahead& ahead, int64_t page_size, int64_t position) {
+                                   const Ahead& ahead, int64_t page_size, int64_t panel, int first) {
     constexpr int PAIR = Format::PAIR;
     using Cached = typename Format::Cached;
     constexpr int64_t LINE = sizeof(Cached);
-    f32x16 sums[R][C];
-    UNROLL for (int r = 0; r < R; ++r)
-        UNROLL for (int c = 0; c < C; ++c) sums[r][c] = f32x16{};
     const char* fetch[C];
-    for (int c = 0; c < C; ++c) fetch[c] = ahead.at(2 * c, tile.dim * LANES, 0);
+    for (int c = 0; c < C; ++c) fetch[c] = ahead.at(2 * (first + c), tile.dim * LANES, 0);
     const auto *q = tile.q + row * tile.dim, *end = q + R * tile.dim;
     const int64_t fetch_step = LANES * PAIR * ahead.bytes >> ahead.shift;
+    float* scores = tile.scores + row * GROUP + panel + first * LANES;
     int64_t at = 0, line = 0;
+    keys += 2 * first;
     do {
-        Cached cached[C];
-        UNROLL for (int c = 0; c < C; ++c) {
-            if constexpr (HALVES) {
-                std::memcpy(&cached[c], keys[2 * c] + at, LINE / 2);
-                std::memcpy((char*)&cached[c] + LINE / 2, keys[2 * c + 1] + at, LINE / 2);
-            } else {
-                cached[c] = load<Cached>(keys[2 * c] + at);
+        const auto* stop = Format::CHAINS == 1 ? end : std::min(end, q + R * CHUNK);
+        f32x16 sums[Format::CHAINS][R][C] = {};
+        do {
+            Cached cached[C];
+            UNROLL for (int c = 0; c < C; ++c) {
+                if constexpr (HALVES) {
+                    std::memcpy(&cached[c], keys[2 * c] + at, LINE / 2);
+                    std::memcpy((char*)&cached[c] + LINE / 2, keys[2 * c + 1] + at, LINE / 2);
+                } else {
+                    cached[c] = load<Cached>(keys[2 * c] + at);
+                }
+                __builtin_prefetch(fetch[c] + line);
             }
-            __builtin_prefetch(fetch[c] + line);
-        }
-        Format::template dot<R, C>(q, PAIR, cached, sums);
-        at += page_size * PAIR;
-        line += fetch_step;
-    } while ((q += R * PAIR) < end);
-    UNROLL for (int r = 0; r < R; ++r)
-        UNROLL for (int c = 0; c < C; ++c) store(tile.scores + (row + r) * GROUP + position + c * LANES, sums[r][c]);
+            add_products<Format, R, C>(q, PAIR, cached, sums);
+            at += page_size * PAIR;
+            line += fetch_step;
+        } while ((q += R * PAIR) < stop);
+        const bool is_first = at == page_size * CHUNK || Format::CHAINS == 1;
+        UNROLL for (int r = 0; r < R; ++r)
+            UNROLL for (int c = 0; c < C; ++c) {
+                float* to = scores + r * GROUP + c * LANES;
+                store(to, total<Format, R, C>(is_first ? f32x16{} : load<f32x16>(to), sums, r, c));
+            }
+    } while (q < end);
 }
 
 // Add to R rows' outputs, C vectors of elements from `d` on, the weighted values of units [begin, end) (a unit is PAIR
@@ -148,37 +180,44 @@ template <class Format, int R, int C, bool MASKED>
 [[gnu::noinline]] void weigh_block(const Tile<Format>& tile, int64_t row, const typename Format::Element* const* values,
                                    const Ahead& ahead, int64_t panel, int64_t begin, int64_t end, int64_t d,
                                    Partials out) {
-    constexpr int PAIR = Format::PAIR, STRIDE = Tile<Format>::STRIDE, UNITS = PIECE / PAIR;
+    constexpr int PAIR = Format::PAIR, STRIDE = Tile<Format>::STRIDE, UNITS = PIECE / PAIR, CHUNK_UNITS = CHUNK / PAIR;
     using Cached = typename Format::Cached;
-    f32x16 sums[R][C];
-    UNROLL for (int r = 0; r < R; ++r)
-        UNROLL for (int c = 0; c < C; ++c) sums[r][c] = load<f32x16>(out[row + r].out + d + c * LANES);
     const auto* weights = tile.weights(row);
     const int64_t stride = tile.dim * PAIR, fetch_step = stride * ahead.bytes >> ahead.shift;
     int64_t unit = begin;
     do {
-        const int64_t piece = (unit - panel) / UNITS, offset = unit % UNITS * stride + d * PAIR;
-        const auto* cache = values[piece] + offset;
-        const char* fetch = ahead.at(piece, UNITS * stride, offset);
-        const int64_t stop = std::min(end, unit + UNITS - unit % UNITS);
+        const int64_t until = Format::CHAINS == 1 ? end : std::min(end, (unit / CHUNK_UNITS + 1) * CHUNK_UNITS);
+        f32x16 sums[Format::CHAINS][R][C] = {};
+        if constexpr (Format::CHAINS == 1)
+            UNROLL for (int r = 0; r < R; ++r)
+                UNROLL for (int c = 0; c < C; ++c) sums[0][r][c] = load<f32x16>(out[row + r].out + d + c * LANES);
         do {
-            Cached cached[C];
+            const int64_t piece = (unit - panel) / UNITS, offset = unit % UNITS * stride + d * PAIR;
+            const auto* cache = values[piece] + offset;
+            const char* fetch = ahead.at(piece, UNITS * stride, offset);
+            const int64_t stop = std::min(until, unit + UNITS - unit % UNITS);
+            do {
+                Cached cached[C];
+                UNROLL for (int c = 0; c < C; ++c) {
+                    cached[c] = load<Cached>(cache + c * LANES * PAIR);
+                    __builtin_prefetch(fetch + c * sizeof(Cached));
+                }
+                if constexpr (MASKED && PAIR == 2) {
+                    const uint32_t first = tile.low[row] <= unit * 2 ? 0x0000FFFFu : 0u;
+                    const uint32_t second = tile.high[row] > unit * 2 + 1 ? 0xFFFF0000u : 0u;
+                    for (int c = 0; c < C; ++c) cached[c] &= first | second;
+                }
+                add_products<Format, R, C>(weights + unit * PAIR, STRIDE, cached, sums);
+                cache += stride;
+                fetch += fetch_step;
+            } while (++unit < stop);
+        } while (unit < until);
+        UNROLL for (int r = 0; r < R; ++r)
             UNROLL for (int c = 0; c < C; ++c) {
-                cached[c] = load<Cached>(cache + c * LANES * PAIR);
-                __builtin_prefetch(fetch + c * sizeof(Cached));
+                float* to = out[row + r].out + d + c * LANES;
+                store(to, total<Format, R, C>(load<f32x16>(to), sums, r, c));
             }
-            if constexpr (MASKED && PAIR == 2) {
-                const uint32_t first = tile.low[row] <= unit * 2 ? 0x0000FFFFu : 0u;
-                const uint32_t second = tile.high[row] > unit * 2 + 1 ? 0xFFFF0000u : 0u;
-                for (int c = 0; c < C; ++c) cached[c] &= first | second;
-            }
-            Format::template dot<R, C>(weights + unit * PAIR, STRIDE, cached, sums);
-            cache += stride;
-            fetch += fetch_step;
-        } while (++unit < stop);
     } while (unit < end);
-    UNROLL for (int r = 0; r < R; ++r)
-        UNROLL for (int c = 0; c < C; ++c) store(out[row + r].out + d + c * LANES, sums[r][c]);
 }
 
 // Turn the scores of a block into weights, and set the maxima and sums of its partials, with outputs of zero. There are

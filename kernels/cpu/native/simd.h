@@ -118,13 +118,17 @@ inline void from_float(float* to, f32x16 v) { store(to, v); }
 inline void from_float(bfloat16* to, f32x16 v) { narrow(to, v); }
 
 // An element format says how the cache pairs elements that are summed over, and how 16 lanes of such pairs are
-// multiplied and added: `dot(weights, cached, sum)` is sum + weights * cached, over the elements of a pair in order.
-// Weights (queries and probabilities) are kept as Weight, cached elements as Element.
+// multiplied and added: `dot(weights, cached, sum)` is sum + weights * cached, over the elements of a pair in order;
+// with two CHAINS, each element of a pair has a sum of its own. Weights (queries and probabilities) are kept as Weight,
+// cached elements as Element. A tile of more than MANY rows is computed as Wide instead. Rows, and elements of each, are
+// filled up to whole units. While a Mode lives, the format's arithmetic is in force.
 struct Float32 {
     using Element = float;
     using Weight = float;
     using Wide = Float32;
-    static constexpr int PAIR = 1;
+    struct Mode {};
+    static constexpr int MANY = 0;
+    static constexpr int PAIR = 1, CHAINS = 1, ROW_UNIT = 1, DEPTH_UNIT = 1;
     using Cached = f32x16;
 
     template <int ROWS, int COLS>
@@ -139,10 +143,12 @@ struct Float32 {
 
 // Pairs of neighbours, the layout of AVX512_BF16. Its instruction is worth using on AMD (2 a pair of FMAs' time); Intel
 // runs it at a quarter of the rate of FMA (Xeon 4th generation: 1.4 against 5.7 a nanosecond), so there pairs are
-// widened: a shift and a mask for 32 elements, shared by all rows.
+// widened, a shift and a mask for 32 elements that all rows share, or multiplied in tiles (amx.h).
 struct BFloat16 {
     using Element = bfloat16;
-    static constexpr int PAIR = 2;
+    struct Mode {};
+    static constexpr int PAIR = 2, CHAINS = 1, ROW_UNIT = 1, DEPTH_UNIT = 1;
+    static constexpr int MANY = 48;  // beyond, widening a panel once is 6 % faster than doing so in each block
     using Cached = u32x16;
 #if defined(RADIXRT_BF16_DOT)
     using Weight = bfloat16;

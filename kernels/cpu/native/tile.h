@@ -32,10 +32,11 @@ struct Run {
 template <class Format, int C>
 void weigh_panel(const Tile<Format>& tile, const Block& block, const typename Format::Element* const* values,
                  const Ahead& ahead, int panel, int64_t d, Partials out) {
-    constexpr int PAIR = Format::PAIR;
+    // A unit is a pair, or a whole chunk where that is added up by itself.
+    constexpr int PAIR = Format::PAIR, LEAST = Format::CHAINS == 1 ? PAIR : CHUNK;
     const int first = panel / PAIR, last = first + PANEL / PAIR;
-    const int begin = std::clamp((block.all_low + PAIR - 1) / PAIR, first, last);
-    const int end = std::clamp(block.all_high / PAIR, begin, last);
+    const int begin = std::clamp((block.all_low + LEAST - 1) / LEAST * LEAST / PAIR, first, last);
+    const int end = std::clamp(block.all_high / LEAST * LEAST / PAIR, begin, last);
     const auto alone = [&](int from, int to) {
         for (int row = block.first; from < to && row < block.first + block.rows; ++row) {
             const int a = std::max(from, tile.low[row] / PAIR), z = std::min(to, (tile.high[row] + PAIR - 1) / PAIR);
@@ -75,6 +76,7 @@ template <class Format, class Cache>
 void reduce_group(const Tile<Format>& tile, const Run<Cache>& run, int64_t first, int length, Partials out) {
     constexpr bool IS_WIDENED = !std::is_same_v<Format, Cache>;
     constexpr int PIECES = PANEL / PIECE;
+    const int width = tile.width();
     const typename Format::Element* pieces[PIECES];
     const int64_t page_size = IS_WIDENED ? PANEL : run.page_size();
     Ahead ahead = {{}, sizeof(typename Cache::Element), 0, 31 - __builtin_clz(tile.num_blocks)};
@@ -87,6 +89,7 @@ void reduce_group(const Tile<Format>& tile, const Run<Cache>& run, int64_t first
             __builtin_prefetch(run.at(cache, position + PANEL, run.dim), 0, 2);
         }
     };
+    [[maybe_unused]] const typename Format::Mode mode;
     for (int panel = 0; panel < length; panel += PANEL) {
         for (int i = 0; i < PIECES; ++i) {
             const auto* keys = run.at(run.keys, first + panel + i * PIECE, Cache::PAIR);
@@ -103,13 +106,15 @@ void reduce_group(const Tile<Format>& tile, const Run<Cache>& run, int64_t first
             const Block& block = tile.blocks[b];
             if (block.low >= panel + PANEL || block.high <= panel) continue;
             ahead.set_slice(b);
+            const int vectors = std::min((length - panel + LANES - 1) / LANES, COLS);
             with_constant<ROWS>(block.rows, [&](auto r) {
-                with_constant<COLS>((length - panel + LANES - 1) / LANES, [&](auto c) {
-                    if (page_size == PIECE)
-                        score_block<Format, r, c, true>(tile, block.first, pieces, ahead, page_size, panel);
-                    else
-                        score_block<Format, r, c, false>(tile, block.first, pieces, ahead, page_size, panel);
-                });
+                for (int i = 0; i < vectors; i += width)
+                    with_constant<COLS>(std::min(vectors - i, width), [&](auto c) {
+                        if (page_size == PIECE)
+                            score_block<Format, r, c, true>(tile, block.first, pieces, ahead, page_size, panel, i);
+                        else
+                            score_block<Format, r, c, false>(tile, block.first, pieces, ahead, page_size, panel, i);
+                    });
             });
         }
     }
@@ -126,8 +131,8 @@ void reduce_group(const Tile<Format>& tile, const Run<Cache>& run, int64_t first
         }
         const bool is_last = panel + PANEL >= length;
         fetch(is_last ? run.keys : run.values, is_last ? GROUP : panel + PANEL);
-        for (int64_t d = 0; d < tile.dim; d += COLS * LANES)
-            with_constant<COLS>((tile.dim - d) / LANES, [&](auto c) {
+        for (int64_t d = 0; d < tile.dim; d += width * LANES)
+            with_constant<COLS>(std::min<int64_t>((tile.dim - d) / LANES, width), [&](auto c) {
                 for (int b = 0; b < tile.num_blocks; ++b) {
                     ahead.set_slice(b);
                     weigh_panel<Format, c>(tile, tile.blocks[b], pieces, ahead, panel, d, out);
