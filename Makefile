@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
 TORCH ?= $(PINNED_TORCH)
-# Two processes, a file at a time: most tests are Python, which keeps one core busy, and fixtures belong to files.
-PYTEST_FLAGS ?= --numprocesses=2 --dist=loadfile
+# Two processes, half of the suite each: most tests are Python, which keeps one core busy. Who is done takes from the other.
+PYTEST_FLAGS ?= --numprocesses=2 --dist=worksteal
 # `make deep SHARD=2/4` runs the second quarter of the deep suite.
 SHARD ?= 1/1
 

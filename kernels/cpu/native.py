@@ -227,7 +227,7 @@ class NativeAttention:
         }
 
     def inexact(self, dtype: torch.dtype, page_size: int, shape: LayerShape, group: int) -> str | None:
-        return None  # every number is a chain of its own, spelled out in native/tile.h
+        return None  # a row's numbers depend on that row alone: native/block.h, native/amx.h
 
     def allocate(
         self, num_pages: int, page_size: int, shape: LayerShape, dtype: torch.dtype, device: torch.device

@@ -282,7 +282,12 @@ def test_a_tree_of_four_levels_agrees(backend: NativeAttention) -> None:
 
 # Decodes over shared prefixes, chunks and a fresh prompt: 1,500 positions deep, so that six groups are folded.
 MIXED: list[Segment] = [(1500, 1, 0), (1511, 1, 90), (1400, 70, 85), (700, 1, 40), (300, 2, 0), (0, 40, 0), (900, 1, 3)]
-EXACT_CASES = [(torch.float32, 16, (6, 2, 64)), (torch.bfloat16, 16, (9, 3, 64)), (torch.bfloat16, 8, (2, 2, 48))]
+EXACT_CASES = [
+    (torch.float32, 16, (6, 2, 64)),
+    (torch.bfloat16, 16, (9, 3, 64)),
+    (torch.bfloat16, 8, (2, 2, 48)),
+    (torch.bfloat16, 32, (8, 2, 80)),
+]
 
 
 @pytest.mark.parametrize(("dtype", "page_size", "heads"), EXACT_CASES, ids=str)
@@ -356,9 +361,30 @@ def test_no_plan_changes_a_bit_of_the_smallest_numbers(
     q, k, v = sizes
     cached = step.cached[0] * k, step.cached[1] * v
     step = replace(step, q=step.q * q, k=step.k * k, v=step.v * v, cached=cached)
-    expected = step.run(backend, step.plan(sharing_cost=NEVER))
+    expected = bits(step.run(backend, step.plan(sharing_cost=NEVER)))
     for plan in [step.plan(), *(random_plan(Random(i), *step.csr, page_size=page_size, exact=True) for i in range(3))]:
-        assert torch.equal(step.run(backend, plan, threads=2), expected)
+        assert torch.equal(bits(step.run(backend, plan, threads=2)), expected)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """Zeros of either sign apart."""
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+def test_no_neighbour_changes_the_sign_of_a_zero(backend: NativeAttention) -> None:
+    """The row at position 63 adds a zero, which is negative where sums below 2^-126 count as none; others add more."""
+    step = make([(0, 96, 0)], heads=(1, 1, 32), dtype=torch.bfloat16)
+    q, v = torch.zeros_like(step.q), torch.zeros_like(step.v)
+    v[0], v[32] = 1.5 * 2**-126, -1.75 * 2**-126
+    step = replace(step, q=q, v=v)
+    backend_cache = step.cache(backend)
+    together = step.run(backend, step.plan(), kv=backend_cache)
+    pages = step.tables[0][:4]
+    csr = (np.array([63]), np.array([0, 1]), np.array([0, 4]), pages)
+    plan = build_plan(*csr, page_size=16, exact=True, sharing_cost=1)
+    prepared = backend.prepare(plan, np.arange(1), step.write_slots[63:64])
+    alone = attend(backend, step.q[63:64], step.k[63:64], step.v[63:64], backend_cache, prepared)
+    assert torch.equal(bits(alone[0]), bits(together[63]))
 
 
 def test_without_exact_plans_change_bits(backend: NativeAttention) -> None:
@@ -383,6 +409,19 @@ def test_nan_reaches_those_who_read_it_and_nobody_else(backend: NativeAttention,
         tensor[poisoned] = before
         bad = got.isnan().any(dim=(1, 2))
         assert bad.tolist() == [False] * poisoned + [True] * (42 - poisoned)
+        assert torch.equal(got[:poisoned], step.run(backend, step.plan(), threads=2)[:poisoned])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_nan_before_a_window_reaches_nobody_behind(backend: NativeAttention, dtype: torch.dtype) -> None:
+    """Rows at 300 to 339, of which each reads 20 positions; the last that reads position 285 is at 304."""
+    step = make([(300, 40, 0)], dtype=dtype)
+    expected = step.run(backend, step.plan(), window=20)
+    slot = step.tables[0][285 // 16] * 16 + 285 % 16
+    step.cached[1][np.searchsorted(step.cached_slots, slot)] = torch.nan
+    got = step.run(backend, step.plan(), window=20)
+    assert got.isnan().any(dim=(1, 2)).tolist() == [True] * 5 + [False] * 35
+    assert torch.equal(got[5:], expected[5:])
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)

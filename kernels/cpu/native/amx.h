@@ -13,6 +13,9 @@ namespace radixrt {
 
 #if defined(RADIXRT_AMX) && defined(__AMX_BF16__)
 
+// What was written before is in memory: compilers do not know that tiles are read from there.
+inline void settle(const void* at) { asm volatile("" : : "r"(at) : "memory"); }
+
 // Pairs of bfloat16 multiplied in tiles.
 struct TiledBFloat16 : BFloat16 {
     using Weight = bfloat16;
@@ -29,10 +32,15 @@ struct PairedBFloat16 : BFloat16 {
     // Numbers below 2^-126 count as zero, given or found, as in tiles.
     class Mode {
        public:
-        Mode() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }
-        ~Mode() { _mm_setcsr(before_); }
+        Mode() : before_(_mm_getcsr()) { set(before_ | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }
+        ~Mode() { set(before_); }
 
        private:
+        static void set(unsigned mode) {
+            settle(nullptr);  // compilers do not know that arithmetic depends on it
+            _mm_setcsr(mode);
+            settle(nullptr);
+        }
         unsigned before_;
     };
 
@@ -55,9 +63,7 @@ struct PairedBFloat16 : BFloat16 {
 };
 
 constexpr int SIDE = TiledBFloat16::ROW_UNIT;  // rows of a tile register, and sums in each
-
-// What was written before is in memory: compilers do not know that tiles are read from there.
-inline void settle(const void* at) { asm volatile("" : : "r"(at) : "memory"); }
+static_assert(2 * SIDE == CHUNK && GROUP % CHUNK == 0 && PANEL % CHUNK == 0);
 
 // Tile registers of 64 bytes a row, for at most `num_rows` query rows. In the end they are set as before: other
 // libraries remember what they set.
@@ -93,7 +99,8 @@ struct Operand {
     int64_t stride;
 };
 
-// to = from + a b, for 16 R rows and 16 columns of each b, over so many chunks one after the other. Null `from` is 0.
+// to = from + a b, for 16 R rows, or one register of fewer, and 16 columns of each b, over so many chunks one after the
+// other. Null `from` is zero.
 template <int R, int C>
 inline void multiply_tiles(Operand a, const Operand (&b)[C], int num_chunks, const float* from, float* to,
                            int64_t stride) {

@@ -3,7 +3,8 @@
 //
 // A row's numbers depend on nothing but its query, its limits and what is cached between them: each (row, position)
 // score is one chain of fused multiply-adds over the head's elements, each (row, element) output one chain over the
-// positions. Blocks and tiles only choose which chains run side by side.
+// positions, or such chains over fixed chunks (CHAINS), added up in order. Blocks and tiles only choose which chains
+// run side by side.
 #pragma once
 
 #include <algorithm>
@@ -17,11 +18,7 @@ constexpr int GROUP = RADIXRT_GROUP_LEN;  // positions reduced alone; then group
 constexpr int COLS = 4;                   // vectors of positions, or of output elements, in registers at a time
 constexpr int PIECE = 8;                  // positions that lie together whatever the page size
 constexpr int PANEL = COLS * LANES;       // positions that all rows of a tile use while they are in the first cache
-#if defined(__AVX512F__)
-constexpr int ROWS = 6;  // rows in registers at a time: 6 * 4 sums, 4 cached vectors and a weight fill 32 registers
-#else
-constexpr int ROWS = 2;
-#endif
+constexpr int ROWS = REGISTER_ROWS;       // rows in registers at a time
 constexpr int CHUNK = 32;  // elements or positions whose products are added up by themselves, where CHAINS are 2
 constexpr int TILE = 128;  // rows of a tile: their scores of one group (128 KB) stay in the second cache
 
@@ -130,8 +127,8 @@ inline f32x16 total(f32x16 before, const f32x16 (&sums)[Format::CHAINS][R][C], i
     else return before + (sums[0][r][c] + sums[1][r][c]);
 }
 
-// Scores of R rows from `row` on, a block, against C vectors of positions from `first` on of the panel at `panel`.
-// keys[i] points to the first of 8 positions; where HALVES, pages of 8, a vector is two such pieces, else it lies
+// Scores of R rows from `row` on, a block, against C vectors of positions, from vector `first` of the panel at `panel`
+// on. keys[i] points to the first of 8 positions; where HALVES, pages of 8, a vector is two such pieces, else it lies
 // together.
 template <class Format, int R, int C, bool HALVES>
 [[gnu::noinline]] void score_block(const Tile<Format>& tile, int64_t row, const typename Format::Element* const* keys,

@@ -43,10 +43,11 @@ inline void fold(Partial& into, const Partial& next, int64_t dim) {
     }
 }
 
+// A row's output. The sign of a zero may depend on how many zeros were added to it, so zeros are positive.
 template <class Format>
 inline void finish(typename Format::Element* to, const Partial& result, int64_t dim) {
     const float share = 1.0f / result.sum;
-    for (int64_t d = 0; d < dim; d += LANES) Format::from_float(to + d, load<f32x16>(result.out + d) * share);
+    for (int64_t d = 0; d < dim; d += LANES) Format::from_float(to + d, load<f32x16>(result.out + d) * share + 0.0f);
 }
 
 }  // namespace radixrt

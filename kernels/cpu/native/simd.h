@@ -24,6 +24,11 @@ inline void with_constant(int64_t n, const F& f) {
 }
 
 constexpr int LANES = 16;
+#if defined(__AVX512F__)
+constexpr int REGISTER_ROWS = 6;  // beside 4 vectors: 6 * 4 sums, 4 cached vectors and a weight fill 32 registers
+#else
+constexpr int REGISTER_ROWS = 2;
+#endif
 typedef float f32x16 __attribute__((vector_size(64), may_alias));
 typedef uint32_t u32x16 __attribute__((vector_size(64), may_alias));
 typedef uint32_t u32x8 __attribute__((vector_size(32), may_alias));
@@ -120,7 +125,7 @@ inline void from_float(bfloat16* to, f32x16 v) { narrow(to, v); }
 // An element format says how the cache pairs elements that are summed over, and how 16 lanes of such pairs are
 // multiplied and added: `dot(weights, cached, sum)` is sum + weights * cached, over the elements of a pair in order;
 // with two CHAINS, each element of a pair has a sum of its own. Weights (queries and probabilities) are kept as Weight,
-// cached elements as Element. A tile of more than MANY rows is computed as Wide instead. Rows, and elements of each, are
+// cached elements as Element. A tile of more than MANY rows is computed as Wide instead. Rows and their elements are
 // filled up to whole units. While a Mode lives, the format's arithmetic is in force.
 struct Float32 {
     using Element = float;
@@ -148,7 +153,7 @@ struct BFloat16 {
     using Element = bfloat16;
     struct Mode {};
     static constexpr int PAIR = 2, CHAINS = 1, ROW_UNIT = 1, DEPTH_UNIT = 1;
-    static constexpr int MANY = 48;  // beyond, widening a panel once is 6 % faster than doing so in each block
+    static constexpr int MANY = 8 * REGISTER_ROWS;  // beyond, widening a panel once is 6 % faster than in each block
     using Cached = u32x16;
 #if defined(RADIXRT_BF16_DOT)
     using Weight = bfloat16;

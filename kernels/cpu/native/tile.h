@@ -32,7 +32,7 @@ struct Run {
 template <class Format, int C>
 void weigh_panel(const Tile<Format>& tile, const Block& block, const typename Format::Element* const* values,
                  const Ahead& ahead, int panel, int64_t d, Partials out) {
-    // A unit is a pair, or a whole chunk where that is added up by itself.
+    // Together in whole pairs, or in whole chunks where these are added up by themselves.
     constexpr int PAIR = Format::PAIR, LEAST = Format::CHAINS == 1 ? PAIR : CHUNK;
     const int first = panel / PAIR, last = first + PANEL / PAIR;
     const int begin = std::clamp((block.all_low + LEAST - 1) / LEAST * LEAST / PAIR, first, last);
