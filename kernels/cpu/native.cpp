@@ -6,9 +6,9 @@
 
 #include "native/amx.h"
 #include "native/norm.h"
-#include "native/product.h"
 #include "native/scratch.h"
 #include "native/tasks.h"
+#include "native/tiled_product.h"
 
 namespace radixrt {
 
@@ -165,7 +165,7 @@ void radixrt_attend_bfloat16(Step* step, const Call* call) { attend<PairedBFloat
 
 void radixrt_multiply_float32(const Product* product) { multiply<Float32>(*product); }
 
-void radixrt_multiply_bfloat16(const Product* product) { multiply<BFloat16>(*product); }
+void radixrt_multiply_bfloat16(const Product* product) { multiply_bfloat16(*product); }
 
 void radixrt_normalise_float32(const Norm* norm) { normalise<float>(*norm); }
 

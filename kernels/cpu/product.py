@@ -27,11 +27,8 @@ def unserved(dtype: torch.dtype) -> str | None:
     """
     if dtype not in _PAIRS:
         return f"{dtype} is neither float32 nor bfloat16"
-    cpu = native.cpu_facts()
-    if "avx512f" not in cpu:
+    if "avx512f" not in native.cpu_facts():
         return "this CPU has no AVX-512, whose registers hold a block of its sums"
-    if dtype == torch.bfloat16 and "amx_bf16" in cpu:
-        return "this CPU multiplies bfloat16 faster in tiles (AMX), which oneDNN uses"
     return None
 
 

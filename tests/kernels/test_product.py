@@ -104,6 +104,17 @@ def test_more_rows_than_go_at_a_time(dtype: torch.dtype, shape: tuple[int, int])
         assert torch.equal(run(case.x[start:stop], weight, case.bias), y[start:stop])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(1e-38, 1.0), (1e-30, 1e-9), (1e-40, 1.0)], ids=str)
+def test_the_smallest_numbers_have_the_same_bits(dtype: torch.dtype, sizes: tuple[float, float]) -> None:
+    """Below 2^-126 some instructions take numbers for zero, and others do not."""
+    case, run = make(100, 96, dtype), multiply(native.build())
+    x, weight = case.x * sizes[0], pack(case.weight * sizes[1])
+    alone = torch.cat([run(x[i : i + 1], weight, None) for i in range(MOST)])
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(run(x, weight, None).view(bits), alone.view(bits))
+
+
 @pytest.mark.parametrize("k", [1, 2, 63, 193, 576])
 def test_each_output_is_one_chain(k: int) -> None:
     """Fused multiply-adds in order of the inputs, from zero: float64 holds a product of two float32 exactly."""
@@ -193,7 +204,7 @@ CPUS = {  # flags of a CPU: whether float32, bfloat16 are served
     "GenuineIntel avx2": (False, False),
     "GenuineIntel avx512f": (True, True),
     "GenuineIntel avx512f avx512_bf16": (True, True),
-    "GenuineIntel avx512f avx512_bf16 amx_bf16": (True, False),
+    "GenuineIntel avx512f avx512_bf16 amx_bf16": (True, True),
     "AuthenticAMD avx512f avx512_bf16": (True, True),
 }
 

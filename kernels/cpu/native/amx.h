@@ -65,17 +65,17 @@ struct PairedBFloat16 : BFloat16 {
 constexpr int SIDE = TiledBFloat16::ROW_UNIT;  // rows of a tile register, and sums in each
 static_assert(2 * SIDE == CHUNK && GROUP % CHUNK == 0 && PANEL % CHUNK == 0);
 
-// Tile registers of 64 bytes a row, for at most `num_rows` query rows. In the end they are set as before: other
-// libraries remember what they set.
+// Tile registers of 64 bytes a row: `count` of them for at most `num_rows` rows and their sums, the others for what
+// these are multiplied with. In the end they are set as before: other libraries remember what they set.
 class Registers {
    public:
-    explicit Registers(int num_rows) {
+    explicit Registers(int num_rows, int count = 6) {
         _tile_storeconfig(&before_);
         Config ours = {};
         ours.palette = 1;
         std::fill_n(ours.row_bytes, 8, 64);
         std::fill_n(ours.rows, 8, SIDE);
-        std::fill_n(ours.rows, 6, std::min(num_rows, SIDE));  // but the last two, which hold keys or values
+        std::fill_n(ours.rows, count, std::min(num_rows, SIDE));
         settle(&ours);
         _tile_loadconfig(&ours);
     }

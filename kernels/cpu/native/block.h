@@ -19,7 +19,6 @@ constexpr int COLS = 4;                   // vectors of positions, or of output 
 constexpr int PIECE = 8;                  // positions that lie together whatever the page size
 constexpr int PANEL = COLS * LANES;       // positions that all rows of a tile use while they are in the first cache
 constexpr int ROWS = REGISTER_ROWS;       // rows in registers at a time
-constexpr int CHUNK = 32;  // elements or positions whose products are added up by themselves, where CHAINS are 2
 constexpr int TILE = 128;  // rows of a tile: their scores of one group (128 KB) stay in the second cache
 
 // The first position that a row reads.
@@ -111,21 +110,6 @@ struct Ahead {
         return pieces[i] + ((slice * count + done) * bytes >> shift);
     }
 };
-
-// Add to sums of R rows and C vectors: the elements of a pair to the same, or each to sums of its own.
-template <class Format, int R, int C>
-inline void add_products(const typename Format::Weight* weights, int64_t stride,
-                         const typename Format::Cached (&cached)[C], f32x16 (&sums)[Format::CHAINS][R][C]) {
-    if constexpr (Format::CHAINS == 1) Format::template dot<R, C>(weights, stride, cached, sums[0]);
-    else Format::template dot<R, C>(weights, stride, cached, sums);
-}
-
-// What sums come to, behind what was there.
-template <class Format, int R, int C>
-inline f32x16 total(f32x16 before, const f32x16 (&sums)[Format::CHAINS][R][C], int r, int c) {
-    if constexpr (Format::CHAINS == 1) return sums[0][r][c];
-    else return before + (sums[0][r][c] + sums[1][r][c]);
-}
 
 // Scores of R rows from `row` on, a block, against C vectors of positions, from vector `first` of the panel at `panel`
 // on. keys[i] points to the first of 8 positions; where HALVES, pages of 8, a vector is two such pieces, else it lies

@@ -1,8 +1,9 @@
 // Products of rows with a weight: y = x W^T + bias. Knows nothing of tensors or of how a weight came to be packed.
 //
-// Each output is one chain of float32 fused multiply-adds over the inputs in order, the first onto zero; then the bias
-// is added, and the sum rounded once. Blocks, panels and threads only choose which chains run side by side, so a row's
-// bits depend on that row and the weight alone. Panels and blocks as in Goto and van de Geijn, TOMS 2008.
+// Each output is one chain of float32 fused multiply-adds over the inputs in order, the first onto zero (or such chains
+// over chunks of 32, see CHAINS); then the bias is added, and the sum rounded once. Blocks, panels and threads only
+// choose which chains run side by side, so a row's bits depend on that row and the weight alone. Panels and blocks as
+// in Goto and van de Geijn, TOMS 2008.
 #pragma once
 
 #include <algorithm>
@@ -51,13 +52,21 @@ template <class Format, int R>
 inline void accumulate(Inputs<Format> x, const typename Format::Element* panel, int64_t depth, Fetch fetch,
                        f32x16 (&sums)[R][COLUMNS]) {
     constexpr int P = Format::PAIR;
-    for (int64_t k = 0; k < depth; k += P, panel += WIDTH * P, fetch.from += COLUMNS * fetch.step) {
-        typename Format::Cached weights[COLUMNS];
-        UNROLL for (int c = 0; c < COLUMNS; ++c) {
-            weights[c] = load<typename Format::Cached>(panel + c * LANES * P);
-            __builtin_prefetch(fetch.from + c * fetch.step, 0, 2);
+    for (int64_t k = 0; k < depth;) {
+        const int64_t stop = Format::CHAINS == 1 ? depth : std::min(depth, k + CHUNK);
+        f32x16 found[Format::CHAINS][R][COLUMNS] = {};
+        if constexpr (Format::CHAINS == 1) std::memcpy(found, sums, sizeof sums);
+        for (; k < stop; k += P, panel += WIDTH * P, fetch.from += COLUMNS * fetch.step) {
+            typename Format::Cached weights[COLUMNS];
+            UNROLL for (int c = 0; c < COLUMNS; ++c) {
+                weights[c] = load<typename Format::Cached>(panel + c * LANES * P);
+                __builtin_prefetch(fetch.from + c * fetch.step, 0, 2);
+            }
+            add_products<Format, R, COLUMNS>(x.data + k, x.stride, weights, found);
         }
-        Format::dot(x.data + k, x.stride, weights, sums);
+        UNROLL for (int r = 0; r < R; ++r)
+            UNROLL for (int c = 0; c < COLUMNS; ++c)
+                sums[r][c] = total<Format, R, COLUMNS>(sums[r][c], found, r, c);
     }
 }
 
@@ -111,8 +120,10 @@ void multiply_panel(const Product& product, Inputs<Format> x, int64_t panel, int
     using Wide = typename Format::Wide;
     static thread_local Scratch sums, widened;
     constexpr int P = Format::PAIR;
-    constexpr bool CAN_WIDEN = !std::is_same_v<Format, Wide>;
-    const int64_t k = (product.num_inputs + P - 1) / P * P, blocks = (num_rows + HEIGHT - 1) / HEIGHT;
+    constexpr bool CAN_WIDEN = !std::is_same_v<Format, Wide> && Wide::ROW_UNIT == 1;
+    constexpr int HIGH = HEIGHT / Format::CHAINS;
+    [[maybe_unused]] const typename Format::Mode mode;
+    const int64_t k = (product.num_inputs + P - 1) / P * P, blocks = (num_rows + HIGH - 1) / HIGH;
     const bool widens = CAN_WIDEN && num_rows >= WIDEN;
     const int64_t depth = blocks == 1 ? k : DEPTH;
     float* kept = sums.get<float>(num_rows * WIDTH);
@@ -130,7 +141,7 @@ void multiply_panel(const Product& product, Inputs<Format> x, int64_t panel, int
             // soon; several fetch the inputs after these together while they compute (30 % of the time of 32 rows).
             Fetch fetch = {(const char*)weights + NEAR, 64};
             if (blocks > 1) fetch = {(const char*)weights + bytes + bytes * b / blocks, bytes / blocks / vectors};
-            with_constant<HEIGHT>(end - begin, [&](auto r) {
+            with_constant<HIGH>(end - begin, [&](auto r) {
                 float* its = kept + begin * WIDTH;
                 const auto run = [&]<class As>(Inputs<As> rows, const typename As::Element* from) {
                     multiply_block<Element, r, As>(product, rows, row + begin, panel, first, length, from, fetch, its);

@@ -24,6 +24,7 @@ inline void with_constant(int64_t n, const F& f) {
 }
 
 constexpr int LANES = 16;
+constexpr int CHUNK = 32;  // elements or positions whose products are added up by themselves, where CHAINS are 2
 #if defined(__AVX512F__)
 constexpr int REGISTER_ROWS = 6;  // beside 4 vectors: 6 * 4 sums, 4 cached vectors and a weight fill 32 registers
 #else
@@ -185,5 +186,20 @@ struct BFloat16 {
     static f32x16 to_float(const Element* from) { return widen(from); }
     static void from_float(Element* to, f32x16 v) { narrow(to, v); }
 };
+
+// Add to sums of R rows and C vectors: the elements of a pair to the same, or each to sums of its own.
+template <class Format, int R, int C>
+inline void add_products(const typename Format::Weight* weights, int64_t stride,
+                         const typename Format::Cached (&cached)[C], f32x16 (&sums)[Format::CHAINS][R][C]) {
+    if constexpr (Format::CHAINS == 1) Format::template dot<R, C>(weights, stride, cached, sums[0]);
+    else Format::template dot<R, C>(weights, stride, cached, sums);
+}
+
+// What sums come to, behind what was there.
+template <class Format, int R, int C>
+inline f32x16 total(f32x16 before, const f32x16 (&sums)[Format::CHAINS][R][C], int r, int c) {
+    if constexpr (Format::CHAINS == 1) return sums[0][r][c];
+    else return before + (sums[0][r][c] + sums[1][r][c]);
+}
 
 }  // namespace radixrt
