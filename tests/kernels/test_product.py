@@ -105,6 +105,24 @@ def test_more_rows_than_go_at_a_time(dtype: torch.dtype, shape: tuple[int, int])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 48, 49, 300])
+@pytest.mark.parametrize("k", [32, 256, 800])
+def test_rows_that_fill_registers_and_not(dtype: torch.dtype, n: int, k: int) -> None:
+    """Beside others that they do not read, on up to three threads."""
+    case, run = make(n, k, dtype, biased=True, rows=70), multiply(native.build())
+    weight = pack(case.weight)
+    alone = torch.cat([run(case.x[i : i + 1], weight, case.bias) for i in range(70)])
+    wide = torch.full((70, 3 * k), torch.nan, dtype=dtype)
+    wide[:, k : 2 * k] = case.x
+    for count in (0, 4, 5, 15, 16, 17, 31, 32, 33, 64, 70):
+        for x in (case.x[:count], wide[:count, k : 2 * k], case.x[:1].expand(count, k)):
+            with threads(1 + count % 3):
+                y = run(x, weight, case.bias)
+            assert torch.equal(y, alone[:count] if x.stride(0) else alone[:1].expand(count, n))
+    assert case.is_right(alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(1e-38, 1.0), (1e-30, 1e-9), (1e-40, 1.0)], ids=str)
 def test_the_smallest_numbers_have_the_same_bits(dtype: torch.dtype, sizes: tuple[float, float]) -> None:
     """Below 2^-126 some instructions take numbers for zero, and others do not."""

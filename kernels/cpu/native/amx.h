@@ -13,7 +13,8 @@ namespace radixrt {
 
 #if defined(RADIXRT_AMX) && defined(__AMX_BF16__)
 
-// What was written before is in memory: compilers do not know that tiles are read from there.
+// What was written before is in memory: compilers do not know that tiles are read from there. (Nor do the headers of
+// some put brackets around the addresses that they cast, so these have their own.)
 inline void settle(const void* at) { asm volatile("" : : "r"(at) : "memory"); }
 
 // Pairs of bfloat16 multiplied in tiles.
@@ -107,9 +108,9 @@ inline void multiply_tiles(Operand a, const Operand (&b)[C], int num_chunks, con
     settle(a.data);
     if (from) {
         _tile_loadd(0, from, stride);
-        if constexpr (C == 2) _tile_loadd(1, from + SIDE, stride);
-        if constexpr (R == 2) _tile_loadd(2, (const char*)from + SIDE * stride, stride);
-        if constexpr (R == 2 && C == 2) _tile_loadd(3, (const char*)(from + SIDE) + SIDE * stride, stride);
+        if constexpr (C == 2) _tile_loadd(1, (from + SIDE), stride);
+        if constexpr (R == 2) _tile_loadd(2, ((const char*)from + SIDE * stride), stride);
+        if constexpr (R == 2 && C == 2) _tile_loadd(3, ((const char*)(from + SIDE) + SIDE * stride), stride);
     } else {
         _tile_zero(0);
         _tile_zero(1);
@@ -126,7 +127,7 @@ inline void multiply_tiles(Operand a, const Operand (&b)[C], int num_chunks, con
             _tile_dpbf16ps(1, 4, 7);
         }
         if constexpr (R == 2) {
-            _tile_loadd(5, left + SIDE * a.stride, a.stride);
+            _tile_loadd(5, (left + SIDE * a.stride), a.stride);
             _tile_dpbf16ps(2, 5, 6);
             if constexpr (C == 2) _tile_dpbf16ps(3, 5, 7);
         }
@@ -135,9 +136,9 @@ inline void multiply_tiles(Operand a, const Operand (&b)[C], int num_chunks, con
         second += CHUNK / 2 * b[C - 1].stride;
     }
     _tile_stored(0, to, stride);
-    if constexpr (C == 2) _tile_stored(1, to + SIDE, stride);
-    if constexpr (R == 2) _tile_stored(2, (char*)to + SIDE * stride, stride);
-    if constexpr (R == 2 && C == 2) _tile_stored(3, (char*)(to + SIDE) + SIDE * stride, stride);
+    if constexpr (C == 2) _tile_stored(1, (to + SIDE), stride);
+    if constexpr (R == 2) _tile_stored(2, ((char*)to + SIDE * stride), stride);
+    if constexpr (R == 2 && C == 2) _tile_stored(3, ((char*)(to + SIDE) + SIDE * stride), stride);
 }
 
 // A group's keys or values of one head, as tiles are read: with one stride, whatever the page size. Keys are copied

@@ -13,6 +13,7 @@ namespace radixrt {
 // panels in the second: as fast as oneDNN at 512 rows, where sides one after the other take 1.2 to 1.6 times as long.
 constexpr int GROUP_BYTES = 1 << 20;  // of the panels of a group
 constexpr int NEAR_INPUTS = 768;      // inputs of a side at a time: 48 KB
+static_assert(COLUMNS == 3 && DEPTH % CHUNK == 0 && NEAR_INPUTS % CHUNK == 0);
 
 // Add to the sums [16 R, WIDTH] of 16 R rows, or of one register of fewer, what `depth` inputs of a panel come to; what
 // lies `ahead` bytes behind the panel's is fetched.
@@ -31,12 +32,12 @@ void multiply_side(const bfloat16* x, int64_t x_stride, const bfloat16* panel, i
         _tile_zero(5);
     } else {
         _tile_loadd(0, sums, STRIDE);
-        _tile_loadd(1, sums + SIDE, STRIDE);
-        _tile_loadd(2, sums + 2 * SIDE, STRIDE);
+        _tile_loadd(1, (sums + SIDE), STRIDE);
+        _tile_loadd(2, (sums + 2 * SIDE), STRIDE);
         if constexpr (R == 2) {
             _tile_loadd(3, below, STRIDE);
-            _tile_loadd(4, below + SIDE, STRIDE);
-            _tile_loadd(5, below + 2 * SIDE, STRIDE);
+            _tile_loadd(4, (below + SIDE), STRIDE);
+            _tile_loadd(5, (below + 2 * SIDE), STRIDE);
         }
     }
     const char *left = (const char*)x, *right = (const char*)panel;
@@ -45,14 +46,14 @@ void multiply_side(const bfloat16* x, int64_t x_stride, const bfloat16* panel, i
         _tile_loadd(6, left, x_stride);
         _tile_loadd(7, right, ROW);
         _tile_dpbf16ps(0, 6, 7);
-        _tile_loadd(7, right + 64, ROW);
+        _tile_loadd(7, (right + 64), ROW);
         _tile_dpbf16ps(1, 6, 7);
-        _tile_loadd(7, right + 128, ROW);
+        _tile_loadd(7, (right + 128), ROW);
         _tile_dpbf16ps(2, 6, 7);
         if constexpr (R == 2) {
-            _tile_loadd(6, left + SIDE * x_stride, x_stride);
+            _tile_loadd(6, (left + SIDE * x_stride), x_stride);
             _tile_dpbf16ps(5, 6, 7);
-            _tile_loadd(7, right + 64, ROW);
+            _tile_loadd(7, (right + 64), ROW);
             _tile_dpbf16ps(4, 6, 7);
             _tile_loadd(7, right, ROW);
             _tile_dpbf16ps(3, 6, 7);
@@ -61,21 +62,21 @@ void multiply_side(const bfloat16* x, int64_t x_stride, const bfloat16* panel, i
         right += CHUNK / 2 * ROW;
     }
     _tile_stored(0, sums, STRIDE);
-    _tile_stored(1, sums + SIDE, STRIDE);
-    _tile_stored(2, sums + 2 * SIDE, STRIDE);
+    _tile_stored(1, (sums + SIDE), STRIDE);
+    _tile_stored(2, (sums + 2 * SIDE), STRIDE);
     if constexpr (R == 2) {
         _tile_stored(3, below, STRIDE);
-        _tile_stored(4, below + SIDE, STRIDE);
-        _tile_stored(5, below + 2 * SIDE, STRIDE);
+        _tile_stored(4, (below + SIDE), STRIDE);
+        _tile_stored(5, (below + 2 * SIDE), STRIDE);
     }
 }
 
-// Outputs of rows [row, row + num_rows), a side of at most 32, and panels [first, last). The panels are near, or one.
-inline void multiply_group(const Product& product, int64_t row, int64_t num_rows, int64_t first, int64_t last,
-                           bool is_near) {
+// Outputs of rows [row, row + num_rows), a side of 32 or at most 16, and panels [first, last), which may be near.
+inline void multiply_group(const Product& product, Inputs<TiledBFloat16> inputs, int64_t row, int64_t num_rows,
+                           int64_t first, int64_t last, bool is_near) {
     static thread_local Scratch scratch;
-    const int64_t k = product.num_inputs, stride = product.x_stride * sizeof(bfloat16);
-    const bfloat16* x = (const bfloat16*)product.x + row * product.x_stride;
+    const int64_t k = product.num_inputs, stride = inputs.stride * sizeof(bfloat16);
+    const bfloat16* x = inputs.data + row * inputs.stride;
     float* sums = scratch.get<float>((last - first) * 2 * SIDE * WIDTH);
     const int64_t pieces = (k + NEAR_INPUTS - 1) / NEAR_INPUTS, chunks = k / CHUNK;
     for (int64_t i = 0; i < pieces; ++i) {
@@ -95,29 +96,38 @@ inline void multiply_group(const Product& product, int64_t row, int64_t num_rows
         }
 }
 
+// All rows [begin, end) and panels [first, last): whole registers, and in the end one of fewer rows, since no tile may
+// read behind the inputs.
+inline void multiply_sides(const Product& product, Inputs<TiledBFloat16> x, int64_t begin, int64_t end, int64_t first,
+                           int64_t last) {
+    const PairedBFloat16::Mode mode;
+    const Registers registers(std::min<int64_t>(end - begin, SIDE), 7);
+    for (int64_t row = begin; row < end;) {
+        const int64_t left = end - row, count = left >= 2 * SIDE ? 2 * SIDE : std::min<int64_t>(left, SIDE);
+        if (count < SIDE && row > begin) {
+            const Registers few(count, 7);
+            multiply_group(product, x, row, count, first, last, true);
+        } else {
+            multiply_group(product, x, row, count, first, last, row > begin);
+        }
+        row += count;
+    }
+}
+
 inline void multiply_bfloat16(const Product& product) {
     const int64_t num_rows = product.num_rows, k = product.num_inputs, threads = product.threads;
     if (num_rows <= PairedBFloat16::MANY || k % CHUNK) return multiply<PairedBFloat16>(product);
     constexpr int64_t HIGH = 2 * SIDE;
-    const int64_t panels = (product.num_outputs + WIDTH - 1) / WIDTH;
-    const int64_t most = num_rows <= HIGH ? 1 : std::max<int64_t>(GROUP_BYTES / (k * WIDTH * 2), 1);  // of a group
+    const Inputs<TiledBFloat16> x = prepare_inputs<TiledBFloat16>(product);
+    const int64_t panels = (product.num_outputs + WIDTH - 1) / WIDTH, sides = (num_rows + HIGH - 1) / HIGH;
+    const int64_t most = sides == 1 ? 1 : std::max<int64_t>(GROUP_BYTES / (k * WIDTH * 2), 1);  // panels of a group
     const int64_t groups = std::max((panels + most - 1) / most, std::min(4 * threads, panels));
-#pragma omp parallel for num_threads(threads) schedule(guided)
-    for (int64_t i = 0; i < groups; ++i) {
-        const PairedBFloat16::Mode mode;
-        const Registers registers(SIDE, 7);
-        const int64_t first = panels * i / groups, last = panels * (i + 1) / groups;
-        for (int64_t row = 0; row < num_rows;) {
-            // Whole registers, and in the end one of fewer rows: no tile reads behind the inputs.
-            const int64_t left = num_rows - row, count = left >= HIGH ? HIGH : std::min<int64_t>(left, SIDE);
-            if (count < SIDE) {
-                const Registers few(count, 7);
-                multiply_group(product, row, count, first, last, row > 0);
-            } else {
-                multiply_group(product, row, count, first, last, row > 0);
-            }
-            row += count;
-        }
+    const int64_t parts = std::min((4 * threads + groups - 1) / std::max<int64_t>(groups, 1), sides);
+#pragma omp parallel for num_threads(threads) schedule(guided) if (panels * WIDTH * k * num_rows > 4 * ALONE)
+    for (int64_t i = 0; i < groups * parts; ++i) {
+        const int64_t group = i % groups, part = i / groups;
+        multiply_sides(product, x, sides * part / parts * HIGH, std::min(sides * (part + 1) / parts * HIGH, num_rows),
+                       panels * group / groups, panels * (group + 1) / groups);
     }
 }
 
