@@ -2,12 +2,12 @@
 // Knows nothing of Python or torch: plain pointers and strides, checked by the caller.
 //
 // A layer is one parallel region: new keys and values are written, tasks reduce their pages, and rows that several
-// tasks have read are folded. The parts and their oracle: native/tasks.h, tile.h, amx.h, ../reference.py.
+// tasks have read are folded. The parts and their oracle: native/tasks.h, tile.h, tiled_attention.h, ../reference.py.
 
-#include "native/amx.h"
 #include "native/norm.h"
 #include "native/scratch.h"
 #include "native/tasks.h"
+#include "native/tiled_attention.h"
 #include "native/tiled_product.h"
 
 namespace radixrt {

@@ -227,7 +227,7 @@ class NativeAttention:
         }
 
     def inexact(self, dtype: torch.dtype, page_size: int, shape: LayerShape, group: int) -> str | None:
-        return None  # a row's numbers depend on that row alone: native/block.h, native/amx.h
+        return None  # a row's numbers depend on that row alone: native/block.h, native/tiled_attention.h
 
     def allocate(
         self, num_pages: int, page_size: int, shape: LayerShape, dtype: torch.dtype, device: torch.device

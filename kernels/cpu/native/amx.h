@@ -1,13 +1,13 @@
-// Pairs of bfloat16 in the tile registers of AMX, which multiply them at several times the rate of vectors: a tile of
-// query rows against one group of positions. Knows nothing of how tiles are chosen or run side by side.
+// Pairs of bfloat16 in the tile registers of AMX, which multiply them at several times the rate of vectors: formats,
+// and how registers are set. Knows nothing of what is multiplied.
 //
 // An instruction adds to each of 16 x 16 sums the products of one chunk, 32 elements or positions, in an order of its
-// own. Chunks begin at the head's first element and at the group's first position, so that a row's numbers depend on
-// nothing but that row, as in block.h. Semantics of TDPBF16PS: Intel's instruction set reference.
+// own, which vectors can follow. Semantics of TDPBF16PS: Intel's instruction set reference.
 #pragma once
 
-#include "scratch.h"
-#include "tile.h"
+#include <algorithm>
+
+#include "simd.h"
 
 namespace radixrt {
 
@@ -45,17 +45,6 @@ struct PairedBFloat16 : BFloat16 {
         unsigned before_;
     };
 
-    template <int ROWS, int COLS>
-    static void dot(const Weight* weights, int64_t stride, const Cached (&cached)[COLS],
-                    f32x16 (&sums)[2][ROWS][COLS]) {
-        UNROLL for (int half = 0; half < PAIR; ++half) {
-            f32x16 wide[COLS];
-            UNROLL for (int c = 0; c < COLS; ++c) wide[c] = (f32x16)(half ? cached[c] & 0xFFFF0000u : cached[c] << 16);
-            UNROLL for (int r = 0; r < ROWS; ++r)
-                UNROLL for (int c = 0; c < COLS; ++c)
-                    sums[half][r][c] = fma(splat(weights[r * stride + half]), wide[c], sums[half][r][c]);
-        }
-    }
     static void to_weights(Weight* to, f32x16 v) {
         bfloat16 rounded[LANES];
         narrow(rounded, v);
@@ -63,20 +52,19 @@ struct PairedBFloat16 : BFloat16 {
     }
 };
 
-constexpr int SIDE = TiledBFloat16::ROW_UNIT;  // rows of a tile register, and sums in each
-static_assert(2 * SIDE == CHUNK && GROUP % CHUNK == 0 && PANEL % CHUNK == 0);
+constexpr int EDGE = TiledBFloat16::ROW_UNIT;  // rows of a tile register, and sums in each
 
 // Tile registers of 64 bytes a row: `count` of them for at most `num_rows` rows and their sums, the others for what
 // these are multiplied with. In the end they are set as before: other libraries remember what they set.
 class Registers {
    public:
-    explicit Registers(int num_rows, int count = 6) {
+    Registers(int num_rows, int count) {
         _tile_storeconfig(&before_);
         Config ours = {};
         ours.palette = 1;
         std::fill_n(ours.row_bytes, 8, 64);
-        std::fill_n(ours.rows, 8, SIDE);
-        std::fill_n(ours.rows, count, std::min(num_rows, SIDE));
+        std::fill_n(ours.rows, 8, EDGE);
+        std::fill_n(ours.rows, count, std::min(num_rows, EDGE));
         settle(&ours);
         _tile_loadconfig(&ours);
     }
@@ -93,230 +81,6 @@ class Registers {
     };
     Config before_;
 };
-
-// Rows that lie `stride` bytes apart: of left operands [rows, CHUNK], of right ones [CHUNK / 2, columns, 2].
-struct Operand {
-    const bfloat16* data;
-    int64_t stride;
-};
-
-// to = from + a b, for 16 R rows, or one register of fewer, and 16 columns of each b, over so many chunks one after the
-// other. Null `from` is zero.
-template <int R, int C>
-inline void multiply_tiles(Operand a, const Operand (&b)[C], int num_chunks, const float* from, float* to,
-                           int64_t stride) {
-    settle(a.data);
-    if (from) {
-        _tile_loadd(0, from, stride);
-        if constexpr (C == 2) _tile_loadd(1, (from + SIDE), stride);
-        if constexpr (R == 2) _tile_loadd(2, ((const char*)from + SIDE * stride), stride);
-        if constexpr (R == 2 && C == 2) _tile_loadd(3, ((const char*)(from + SIDE) + SIDE * stride), stride);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    const char *left = (const char*)a.data, *first = (const char*)b[0].data, *second = (const char*)b[C - 1].data;
-    for (int i = 0; i < num_chunks; ++i) {
-        _tile_loadd(6, first, b[0].stride);
-        _tile_loadd(4, left, a.stride);
-        _tile_dpbf16ps(0, 4, 6);
-        if constexpr (C == 2) {
-            _tile_loadd(7, second, b[1].stride);
-            _tile_dpbf16ps(1, 4, 7);
-        }
-        if constexpr (R == 2) {
-            _tile_loadd(5, (left + SIDE * a.stride), a.stride);
-            _tile_dpbf16ps(2, 5, 6);
-            if constexpr (C == 2) _tile_dpbf16ps(3, 5, 7);
-        }
-        left += CHUNK * sizeof(bfloat16);
-        first += CHUNK / 2 * b[0].stride;
-        second += CHUNK / 2 * b[C - 1].stride;
-    }
-    _tile_stored(0, to, stride);
-    if constexpr (C == 2) _tile_stored(1, (to + SIDE), stride);
-    if constexpr (R == 2) _tile_stored(2, ((char*)to + SIDE * stride), stride);
-    if constexpr (R == 2 && C == 2) _tile_stored(3, ((char*)(to + SIDE) + SIDE * stride), stride);
-}
-
-// A group's keys or values of one head, as tiles are read: with one stride, whatever the page size. Keys are copied
-// where a page is narrower than a tile or the head no multiple of a chunk; values always.
-struct Group {
-    using Cache = Run<PairedBFloat16>;
-
-    const Cache& run;
-    int64_t first;     // position of the run
-    int64_t depth;     // the head's dimension filled up to whole chunks
-    bfloat16 *values;  // [GROUP / 2, dim, 2]
-    bfloat16 *keys;    // [depth / 2, GROUP, 2], where they are copied
-
-    bool copies_keys() const { return run.page_size() < SIDE || run.dim < depth; }
-    int64_t piece() const { return std::min<int64_t>(run.page_size(), GROUP); }
-
-    Operand keys_at(int position) const {
-        if (copies_keys()) return {keys + position * 2, GROUP * 4};
-        return {run.at(run.keys, first + position, 2), run.page_size() * 4};
-    }
-    Operand values_at(int position, int64_t d) const { return {values + position * run.dim + d * 2, run.dim * 4}; }
-
-    // Copy what has to be, of positions [0, end), with zeros behind the values up to the end of a chunk. The next group
-    // is fetched meanwhile.
-    void copy(int end) const {
-        for (int at = 0; at < end; at += piece()) {
-            const bfloat16* from = run.at(run.values, first + at, run.dim);
-            const bfloat16* next_values = run.at(run.values, first + GROUP + at, run.dim);
-            const bfloat16* next_keys = run.at(run.keys, first + GROUP + at, run.dim);
-            for (int64_t i = 0; i < piece() * run.dim; i += CHUNK) {
-                store(values + at * run.dim + i, load<u32x16>(from + i));
-                __builtin_prefetch(next_values + i, 0, 2);
-                __builtin_prefetch(next_keys + i, 0, 2);
-            }
-        }
-        clear(end, (end + CHUNK - 1) / CHUNK * CHUNK);
-        if (!copies_keys()) return;
-        for (int at = 0; at < end; at += PIECE) {
-            const bfloat16* from = run.at(run.keys, first + at, 2);
-            for (int64_t d = 0; d < run.dim; d += 2)
-                store(keys + d * GROUP + at * 2, load<u32x8>(from + d * run.page_size()));
-        }
-        std::fill_n(keys + run.dim * GROUP, (depth - run.dim) * GROUP, bfloat16{});
-    }
-
-    // Zeros in place of the values of positions [begin, end).
-    void clear(int begin, int end) const {
-        for (int i = begin; i < end; ++i)
-            for (int64_t d = 0; d < run.dim; ++d) values[i / 2 * 2 * run.dim + d * 2 + i % 2] = {};
-    }
-
-    // No value of the chunk at this position is infinite or NaN.
-    bool is_finite(int position) const {
-        uint32_t broken = 0;
-        for (const bfloat16 *i = values + position * run.dim, *end = i + CHUNK * run.dim; i < end; ++i)
-            broken |= (i->bits & 0x7F80u) == 0x7F80u;
-        return !broken;
-    }
-};
-
-// Rows [first, first + num_rows) of a tile, at most 32, whose sums are [32, dim], with as much to spare behind them.
-struct Side {
-    const Tile<TiledBFloat16>& tile;
-    const Group& group;
-    int first, num_rows;
-    float* sums;
-
-    int64_t dim() const { return tile.dim; }
-    // Call f(R) for R = 2 or 1 registers of rows.
-    template <class F>
-    void with_registers(const F& f) const { with_constant<2>((num_rows + SIDE - 1) / SIDE, f); }
-
-    // Scores of chunks [begin, end) of positions.
-    void score(int begin, int end) const {
-        const Operand q = {tile.q + first * group.depth, group.depth * 2};
-        for (int at = begin; at < end; at += CHUNK) {
-            const Operand keys[] = {group.keys_at(at), group.keys_at(at + SIDE)};
-            float* to = tile.scores + first * GROUP + at;
-            with_registers([&](auto r) {
-                multiply_tiles<r, 2>(q, keys, group.depth / CHUNK, nullptr, to, GROUP * sizeof(float));
-            });
-        }
-    }
-
-    // Zero weights for what a row does not read of [begin, end).
-    void clear(int begin, int end) const {
-        for (int row = first; row < first + num_rows; ++row) {
-            const bool reads = tile.low[row] < tile.high[row];
-            const int low = reads ? std::max(begin, tile.low[row] / LANES * LANES) : end;
-            const int high = reads ? std::min(end, (tile.high[row] + LANES - 1) / LANES * LANES) : end;
-            std::fill(tile.weights(row) + begin, tile.weights(row) + low, bfloat16{});
-            std::fill(tile.weights(row) + high, tile.weights(row) + end, bfloat16{});
-        }
-    }
-
-    // Add the weighted values of chunks [begin, end).
-    void weigh(int begin, int end) const {
-        const Operand weights = {tile.weights(first) + begin, GROUP * sizeof(float)};
-        const int num_chunks = (end - begin) / CHUNK;
-        for (int64_t d = 0; d < dim(); d += 2 * SIDE) {
-            const Operand values[] = {group.values_at(begin, d), group.values_at(begin, d + SIDE)};
-            float* to = sums + d;
-            with_registers([&](auto r) {
-                if (d + SIDE < dim()) multiply_tiles<r, 2>(weights, values, num_chunks, to, to, dim() * sizeof(float));
-                else multiply_tiles<r, 1>(weights, {values[0]}, num_chunks, to, to, dim() * sizeof(float));
-            });
-        }
-    }
-
-    // The same for one chunk in which a number is not finite that some rows do not read, since zero times that is NaN:
-    // each row alone, with zeros in place of what it does not read.
-    void weigh_apart(int position, bfloat16* spare) const {
-        const Group own = {group.run, 0, group.depth, spare, nullptr};
-        const Side apart = {tile, own, first, num_rows, sums + 2 * SIDE * dim()};
-        for (int row = 0; row < num_rows; ++row) {
-            const int low = std::clamp(tile.low[first + row] - position, 0, CHUNK);
-            const int high = std::clamp(tile.high[first + row] - position, low, CHUNK);
-            if (low == high) continue;
-            std::memcpy(spare, group.values + position * dim(), CHUNK * dim() * sizeof(bfloat16));
-            own.clear(0, low);
-            own.clear(high, CHUNK);
-            std::memcpy(apart.sums, sums, 2 * SIDE * dim() * sizeof(float));
-            for (int64_t d = 0; d < dim(); d += SIDE) {
-                const Operand weights = {tile.weights(first) + position, GROUP * sizeof(float)};
-                float* to = apart.sums + d;
-                with_registers([&](auto r) {
-                    multiply_tiles<r, 1>(weights, {own.values_at(0, d)}, 1, to, to, dim() * sizeof(float));
-                });
-            }
-            std::memcpy(sums + row * dim(), apart.sums + row * dim(), dim() * sizeof(float));
-        }
-    }
-};
-
-// Reduce positions [first, first + length) of the run for all rows of the tile, whose limits are set.
-inline void reduce_group(const Tile<TiledBFloat16>& tile, const Run<PairedBFloat16>& run, int64_t first, int length,
-                         Partials out) {
-    static thread_local Scratch scratch, accumulators;
-    const int64_t dim = tile.dim, depth = tile.depth();
-    bfloat16* values = scratch.get<bfloat16>(GROUP * dim + GROUP * depth + CHUNK * dim);
-    const Group group = {run, first, depth, values, values + GROUP * dim};
-    float* sums = accumulators.get<float>(4 * SIDE * dim);
-    int all_low = 0, all_high = length, most = 0;
-    for (int row = 0; row < tile.num_rows; ++row) {
-        all_low = std::max(all_low, tile.low[row]);
-        all_high = std::min(all_high, tile.high[row]);
-        most = std::max(most, tile.high[row]);
-    }
-    group.copy(most);
-    bool is_broken[GROUP / CHUNK] = {};
-    for (int at = 0; at < most; at += CHUNK)
-        if (all_low > at || all_high < std::min(at + CHUNK, most)) is_broken[at / CHUNK] = !group.is_finite(at);
-
-    const PairedBFloat16::Mode mode;
-    const Registers registers(tile.num_rows);
-    for (int row = 0; row < tile.num_rows; row += 2 * SIDE) {
-        const Side side = {tile, group, row, std::min(2 * SIDE, tile.num_rows - row), sums};
-        int begin = GROUP, end = 0;
-        for (int i = row; i < row + side.num_rows; ++i) {
-            if (tile.low[i] >= tile.high[i]) continue;
-            begin = std::min(begin, tile.low[i] / CHUNK * CHUNK);
-            end = std::max(end, (tile.high[i] + CHUNK - 1) / CHUNK * CHUNK);
-        }
-        side.score(begin, end);
-        soften(tile, {row, side.num_rows, 0, 0, 0, 0}, out);
-        if (begin >= end) continue;
-        side.clear(begin, end);
-        std::fill_n(sums, 2 * SIDE * dim, 0.0f);
-        for (int at = begin; at < end; at += CHUNK) {
-            if (!is_broken[at / CHUNK]) continue;
-            side.weigh(begin, at);
-            side.weigh_apart(at, values + GROUP * (dim + depth));
-            begin = at + CHUNK;
-        }
-        side.weigh(begin, end);
-        for (int i = 0; i < side.num_rows; ++i) std::memcpy(out[row + i].out, sums + i * dim, dim * sizeof(float));
-    }
-}
 
 #else
 

@@ -141,7 +141,7 @@ template <class Format, int R, int C, bool HALVES>
                 }
                 __builtin_prefetch(fetch[c] + line);
             }
-            add_products<Format, R, C>(q, PAIR, cached, sums);
+            Format::dot(q, PAIR, cached, sums);
             at += page_size * PAIR;
             line += fetch_step;
         } while ((q += R * PAIR) < stop);
@@ -188,7 +188,7 @@ template <class Format, int R, int C, bool MASKED>
                     const uint32_t second = tile.high[row] > unit * 2 + 1 ? 0xFFFF0000u : 0u;
                     for (int c = 0; c < C; ++c) cached[c] &= first | second;
                 }
-                add_products<Format, R, C>(weights + unit * PAIR, STRIDE, cached, sums);
+                Format::dot(weights + unit * PAIR, STRIDE, cached, sums);
                 cache += stride;
                 fetch += fetch_step;
             } while (++unit < stop);

@@ -62,7 +62,7 @@ inline void accumulate(Inputs<Format> x, const typename Format::Element* panel, 
                 weights[c] = load<typename Format::Cached>(panel + c * LANES * P);
                 __builtin_prefetch(fetch.from + c * fetch.step, 0, 2);
             }
-            add_products<Format, R, COLUMNS>(x.data + k, x.stride, weights, found);
+            Format::dot(x.data + k, x.stride, weights, found);
         }
         UNROLL for (int r = 0; r < R; ++r)
             UNROLL for (int c = 0; c < COLUMNS; ++c)

@@ -124,10 +124,10 @@ inline void from_float(float* to, f32x16 v) { store(to, v); }
 inline void from_float(bfloat16* to, f32x16 v) { narrow(to, v); }
 
 // An element format says how the cache pairs elements that are summed over, and how 16 lanes of such pairs are
-// multiplied and added: `dot(weights, cached, sum)` is sum + weights * cached, over the elements of a pair in order;
-// with two CHAINS, each element of a pair has a sum of its own. Weights (queries and probabilities) are kept as Weight,
-// cached elements as Element. A tile of more than MANY rows is computed as Wide instead. Rows and their elements are
-// filled up to whole units. While a Mode lives, the format's arithmetic is in force.
+// multiplied and added: `dot(weights, cached, sums)` adds weights * cached, over the elements of a pair in order, to
+// sums [CHAINS, rows, vectors]; with two CHAINS, each element of a pair has a sum of its own. Weights (queries and
+// probabilities) are kept as Weight, cached elements as Element. A tile of more than MANY rows is computed as Wide
+// instead. Rows and their elements are filled up to whole units. While a Mode lives, the format's arithmetic holds.
 struct Float32 {
     using Element = float;
     using Weight = float;
@@ -138,9 +138,11 @@ struct Float32 {
     using Cached = f32x16;
 
     template <int ROWS, int COLS>
-    static void dot(const Weight* weights, int64_t stride, const Cached (&cached)[COLS], f32x16 (&sums)[ROWS][COLS]) {
+    static void dot(const Weight* weights, int64_t stride, const Cached (&cached)[COLS],
+                    f32x16 (&sums)[1][ROWS][COLS]) {
         UNROLL for (int r = 0; r < ROWS; ++r)
-            UNROLL for (int c = 0; c < COLS; ++c) sums[r][c] = fma(splat(weights[r * stride]), cached[c], sums[r][c]);
+            UNROLL for (int c = 0; c < COLS; ++c)
+                sums[0][r][c] = fma(splat(weights[r * stride]), cached[c], sums[0][r][c]);
     }
     static f32x16 to_float(const Element* from) { return load<f32x16>(from); }
     static void from_float(Element* to, f32x16 v) { store(to, v); }
@@ -160,25 +162,29 @@ struct BFloat16 {
     using Weight = bfloat16;
     using Wide = BFloat16;
     template <int ROWS, int COLS>
-    static void dot(const Weight* weights, int64_t stride, const Cached (&cached)[COLS], f32x16 (&sums)[ROWS][COLS]) {
+    static void dot(const Weight* weights, int64_t stride, const Cached (&cached)[COLS],
+                    f32x16 (&sums)[1][ROWS][COLS]) {
         UNROLL for (int r = 0; r < ROWS; ++r) {
             const __m512bh pair = (__m512bh)(u32x16{} + load<uint32_t>(weights + r * stride));
             UNROLL for (int c = 0; c < COLS; ++c)
-                sums[r][c] = (f32x16)_mm512_dpbf16_ps((__m512)sums[r][c], pair, (__m512bh)cached[c]);
+                sums[0][r][c] = (f32x16)_mm512_dpbf16_ps((__m512)sums[0][r][c], pair, (__m512bh)cached[c]);
         }
     }
     static void to_weights(Weight* to, f32x16 v) { narrow(to, v); }
 #else
     using Weight = float;
     using Wide = Float32;
-    template <int ROWS, int COLS>
-    static void dot(const Weight* weights, int64_t stride, const Cached (&cached)[COLS], f32x16 (&sums)[ROWS][COLS]) {
+    template <int COUNT, int ROWS, int COLS>
+    static void dot(const Weight* weights, int64_t stride, const Cached (&cached)[COLS],
+                    f32x16 (&sums)[COUNT][ROWS][COLS]) {
         UNROLL for (int half = 0; half < PAIR; ++half) {
             f32x16 wide[COLS];
             UNROLL for (int c = 0; c < COLS; ++c) wide[c] = (f32x16)(half ? cached[c] & 0xFFFF0000u : cached[c] << 16);
             UNROLL for (int r = 0; r < ROWS; ++r)
-                UNROLL for (int c = 0; c < COLS; ++c)
-                    sums[r][c] = fma(splat(weights[r * stride + half]), wide[c], sums[r][c]);
+                UNROLL for (int c = 0; c < COLS; ++c) {
+                    f32x16& sum = sums[half % COUNT][r][c];
+                    sum = fma(splat(weights[r * stride + half]), wide[c], sum);
+                }
         }
     }
     static void to_weights(Weight* to, f32x16 v) { store(to, v); }
@@ -186,14 +192,6 @@ struct BFloat16 {
     static f32x16 to_float(const Element* from) { return widen(from); }
     static void from_float(Element* to, f32x16 v) { narrow(to, v); }
 };
-
-// Add to sums of R rows and C vectors: the elements of a pair to the same, or each to sums of its own.
-template <class Format, int R, int C>
-inline void add_products(const typename Format::Weight* weights, int64_t stride,
-                         const typename Format::Cached (&cached)[C], f32x16 (&sums)[Format::CHAINS][R][C]) {
-    if constexpr (Format::CHAINS == 1) Format::template dot<R, C>(weights, stride, cached, sums[0]);
-    else Format::template dot<R, C>(weights, stride, cached, sums);
-}
 
 // What sums come to, behind what was there.
 template <class Format, int R, int C>

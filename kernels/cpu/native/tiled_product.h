@@ -21,7 +21,7 @@ template <int R>
 void multiply_side(const bfloat16* x, int64_t x_stride, const bfloat16* panel, int64_t depth, int64_t ahead,
                    bool is_first, float* sums) {
     constexpr int64_t ROW = WIDTH * 4, STRIDE = WIDTH * sizeof(float);
-    float* below = sums + SIDE * WIDTH;
+    float* below = sums + EDGE * WIDTH;
     settle(x);
     if (is_first) {
         _tile_zero(0);
@@ -32,12 +32,12 @@ void multiply_side(const bfloat16* x, int64_t x_stride, const bfloat16* panel, i
         _tile_zero(5);
     } else {
         _tile_loadd(0, sums, STRIDE);
-        _tile_loadd(1, (sums + SIDE), STRIDE);
-        _tile_loadd(2, (sums + 2 * SIDE), STRIDE);
+        _tile_loadd(1, (sums + EDGE), STRIDE);
+        _tile_loadd(2, (sums + 2 * EDGE), STRIDE);
         if constexpr (R == 2) {
             _tile_loadd(3, below, STRIDE);
-            _tile_loadd(4, (below + SIDE), STRIDE);
-            _tile_loadd(5, (below + 2 * SIDE), STRIDE);
+            _tile_loadd(4, (below + EDGE), STRIDE);
+            _tile_loadd(5, (below + 2 * EDGE), STRIDE);
         }
     }
     const char *left = (const char*)x, *right = (const char*)panel;
@@ -51,7 +51,7 @@ void multiply_side(const bfloat16* x, int64_t x_stride, const bfloat16* panel, i
         _tile_loadd(7, (right + 128), ROW);
         _tile_dpbf16ps(2, 6, 7);
         if constexpr (R == 2) {
-            _tile_loadd(6, (left + SIDE * x_stride), x_stride);
+            _tile_loadd(6, (left + EDGE * x_stride), x_stride);
             _tile_dpbf16ps(5, 6, 7);
             _tile_loadd(7, (right + 64), ROW);
             _tile_dpbf16ps(4, 6, 7);
@@ -62,12 +62,12 @@ void multiply_side(const bfloat16* x, int64_t x_stride, const bfloat16* panel, i
         right += CHUNK / 2 * ROW;
     }
     _tile_stored(0, sums, STRIDE);
-    _tile_stored(1, (sums + SIDE), STRIDE);
-    _tile_stored(2, (sums + 2 * SIDE), STRIDE);
+    _tile_stored(1, (sums + EDGE), STRIDE);
+    _tile_stored(2, (sums + 2 * EDGE), STRIDE);
     if constexpr (R == 2) {
         _tile_stored(3, below, STRIDE);
-        _tile_stored(4, (below + SIDE), STRIDE);
-        _tile_stored(5, (below + 2 * SIDE), STRIDE);
+        _tile_stored(4, (below + EDGE), STRIDE);
+        _tile_stored(5, (below + 2 * EDGE), STRIDE);
     }
 }
 
@@ -77,21 +77,21 @@ inline void multiply_group(const Product& product, Inputs<TiledBFloat16> inputs,
     static thread_local Scratch scratch;
     const int64_t k = product.num_inputs, stride = inputs.stride * sizeof(bfloat16);
     const bfloat16* x = inputs.data + row * inputs.stride;
-    float* sums = scratch.get<float>((last - first) * 2 * SIDE * WIDTH);
+    float* sums = scratch.get<float>((last - first) * 2 * EDGE * WIDTH);
     const int64_t pieces = (k + NEAR_INPUTS - 1) / NEAR_INPUTS, chunks = k / CHUNK;
     for (int64_t i = 0; i < pieces; ++i) {
         const int64_t from = chunks * i / pieces * CHUNK, depth = chunks * (i + 1) / pieces * CHUNK - from;
         for (int64_t panel = first; panel < last; ++panel) {
             const bfloat16* weights = (const bfloat16*)product.weight + (panel * k + from) * WIDTH;
-            float* to = sums + (panel - first) * 2 * SIDE * WIDTH;
+            float* to = sums + (panel - first) * 2 * EDGE * WIDTH;
             const int64_t ahead = is_near ? 0 : NEAR;
-            if (num_rows > SIDE) multiply_side<2>(x + from, stride, weights, depth, ahead, i == 0, to);
+            if (num_rows > EDGE) multiply_side<2>(x + from, stride, weights, depth, ahead, i == 0, to);
             else multiply_side<1>(x + from, stride, weights, depth, ahead, i == 0, to);
         }
     }
     for (int64_t r = 0; r < num_rows; ++r)
         for (int64_t i = 0; i < (last - first) * COLUMNS; ++i) {
-            const float* from = sums + (i / COLUMNS * 2 * SIDE + r) * WIDTH + i % COLUMNS * LANES;
+            const float* from = sums + (i / COLUMNS * 2 * EDGE + r) * WIDTH + i % COLUMNS * LANES;
             put<bfloat16>(product, row + r, first * WIDTH + i * LANES, load<f32x16>(from));
         }
 }
@@ -101,10 +101,10 @@ inline void multiply_group(const Product& product, Inputs<TiledBFloat16> inputs,
 inline void multiply_sides(const Product& product, Inputs<TiledBFloat16> x, int64_t begin, int64_t end, int64_t first,
                            int64_t last) {
     const PairedBFloat16::Mode mode;
-    const Registers registers(std::min<int64_t>(end - begin, SIDE), 7);
+    const Registers registers(std::min<int64_t>(end - begin, EDGE), 7);
     for (int64_t row = begin; row < end;) {
-        const int64_t left = end - row, count = left >= 2 * SIDE ? 2 * SIDE : std::min<int64_t>(left, SIDE);
-        if (count < SIDE && row > begin) {
+        const int64_t left = end - row, count = left >= 2 * EDGE ? 2 * EDGE : std::min<int64_t>(left, EDGE);
+        if (count < EDGE && row > begin) {
             const Registers few(count, 7);
             multiply_group(product, x, row, count, first, last, true);
         } else {
@@ -117,7 +117,7 @@ inline void multiply_sides(const Product& product, Inputs<TiledBFloat16> x, int6
 inline void multiply_bfloat16(const Product& product) {
     const int64_t num_rows = product.num_rows, k = product.num_inputs, threads = product.threads;
     if (num_rows <= PairedBFloat16::MANY || k % CHUNK) return multiply<PairedBFloat16>(product);
-    constexpr int64_t HIGH = 2 * SIDE;
+    constexpr int64_t HIGH = 2 * EDGE;
     const Inputs<TiledBFloat16> x = prepare_inputs<TiledBFloat16>(product);
     const int64_t panels = (product.num_outputs + WIDTH - 1) / WIDTH, sides = (num_rows + HIGH - 1) / HIGH;
     const int64_t most = sides == 1 ? 1 : std::max<int64_t>(GROUP_BYTES / (k * WIDTH * 2), 1);  // panels of a group
