@@ -109,9 +109,12 @@ class RadixCache:
         """Return how many leading tokens are cached. Pure."""
         return self._lookup.match(as_tokens(tokens), namespace).length
 
-    def completed(self, tokens: Tokens, namespace: str = "") -> IntArray:
-        """Return `tokens` and what follows them in the cached page in which they end, if one goes on there. Pure."""
-        return self._lookup.completed(as_tokens(tokens), namespace)
+    def nearest(self, tokens: Tokens, namespace: str = "") -> IntArray:
+        """Return the cached tokens that agree furthest with these, up to the end of the page in which they part. Pure.
+
+        Both memories; not what live sequences have beyond their full pages.
+        """
+        return self._lookup.nearest(as_tokens(tokens), namespace)
 
     def explain(self, tokens: Tokens, namespace: str = "") -> Explanation:
         """Say how far `tokens` hit, what continues there instead, and whether the rest was evicted. Pure."""

@@ -59,14 +59,13 @@ class Lookup:
             return walk.page_ids
         return np.append(walk.page_ids, np.int32(beside.page))
 
-    def completed(self, wanted: IntArray, namespace: str) -> IntArray:
-        """Return `wanted` and, where a cached page continues all of it, what follows up to the end of that page."""
+    def nearest(self, wanted: IntArray, namespace: str) -> IntArray:
+        """Return the cached tokens that agree furthest with `wanted`, up to the end of the page in which they part."""
         walk = self._tree.walk(self._tree.root(namespace), 0, wanted, 0)
-        rest = wanted[len(walk.page_ids) * self._tree.page_size :]
-        beside = self._tree.next_page(walk, rest) if len(rest) else None
-        if beside is None or beside.agreed < len(rest):
-            return wanted
-        return np.concatenate([wanted, beside.tokens[len(rest) :]])
+        stop = len(walk.page_ids) * self._tree.page_size
+        beside = self._tree.next_page(walk, wanted[stop:]) if stop < len(wanted) else None
+        there = beside.tokens if beside is not None and beside.agreed else EMPTY
+        return np.concatenate([wanted[:stop], there])
 
     def explain(self, wanted: IntArray, namespace: str) -> Explanation:
         """Say where the match ends and why."""

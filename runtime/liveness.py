@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from radixrt.radix import RadixCache
+from radixrt.radix import RadixCache, agreement
 
 from .beams import Hypothesis
 from .owners import Owners
@@ -30,7 +30,7 @@ class Liveness:
     def give_up(self, branch: Sequence) -> None:
         """Others of its request go on or were better."""
         self.owners.disown(branch)
-        self._drop(branch.fed, branch.output_start, branch.namespace)
+        self._drop(branch.tokens, branch.output_start, branch.namespace)
         self._drop_cut_off(branch)
 
     def search_on(self, request: Request, before: tuple[Hypothesis, ...], now: tuple[Hypothesis, ...]) -> None:
@@ -42,19 +42,21 @@ class Liveness:
 
         for hypothesis in now:
             if hypothesis not in before:
-                tokens = tokens_of(hypothesis)
-                self.owners.own((request.handle, hypothesis), tokens, trunk.namespace, len(tokens) - 1)
+                self.owners.own((request.handle, hypothesis), tokens_of(hypothesis), trunk.namespace)
         for hypothesis in before:
             if hypothesis not in now:
                 self.owners.disown((request.handle, hypothesis))
-                self._drop(tokens_of(hypothesis)[:-1], trunk.output_start, trunk.namespace)
+                self._drop(tokens_of(hypothesis), trunk.output_start, trunk.namespace)
 
-    def search_over(self, request: Request, beams: list[Sequence], hypotheses: tuple[Hypothesis, ...]) -> None:
-        """The branches of a request are now what its search has found, of its beams and hypotheses at the end."""
+    def search_over(self, request: Request, hypotheses: tuple[Hypothesis, ...]) -> None:
+        """The branches of a request are now what its search has found, of its beams and hypotheses at the end.
+
+        A page that a beam left long ago for a hypothesis may be one too many: a later one begins alike.
+        """
         for branch in request.branches:
             self.owners.keep(branch)
         self.search_on(request, hypotheses, ())
-        for beam in beams:
+        for beam in request.gone:
             self.give_up(beam)
 
     def request_over(self, request: Request) -> None:
@@ -65,7 +67,7 @@ class Liveness:
             for branch in request.branches[: len(request.paths)]:
                 kept = branch.output_start if request.cache == "prompt" else branch.found_len
                 self.owners.keep(branch, kept)
-                self._drop(branch.fed, kept, branch.namespace)
+                self._drop(branch.tokens, kept, branch.namespace)
 
     def released(self, request: Request) -> None:
         """A request that owns nothing any more: what was generated for it, or for those that it was forked from.
@@ -74,12 +76,11 @@ class Liveness:
         """
         for branch in request.branches:
             self._drop_cut_off(branch)
-            known_len = self.owners.known_len(branch.tokens, branch.namespace)
-            kept = branch.given_len(known_len)
-            self._drop(branch.fed, kept if kept > known_len else branch.given_len(), branch.namespace)
+            owned_len = self.owners.owned_len(branch.tokens, branch.namespace)
+            self._drop(branch.tokens, branch.given_len(owned_len), branch.namespace)
 
     def replaced(self, sequence: Sequence, old: TokenArray) -> None:
-        """A sequence that had been fed `old` owns other tokens now, which begin alike.
+        """A sequence that had the tokens `old` owns others now, which begin alike.
 
         A page in which they part may be in use. It is dropped once the sequence has ended, or is cut again.
         """
@@ -93,13 +94,12 @@ class Liveness:
             self._drop(sequence.cut_off, sequence.given_len(), sequence.namespace)
             sequence.cut_off = None
 
-    def _drop(self, fed: TokenArray, keep_len: int, namespace: str) -> None:
+    def _drop(self, tokens: TokenArray, keep_len: int, namespace: str) -> None:
         """Of these tokens what nobody owns or holds after the first `keep_len` will not be used again.
 
-        Nor is what follows them in the page in which they end: that had stayed for them.
+        Nor will what follows any of that in the page in which they part: it had stayed for them.
         """
-        while True:
-            tokens = self._cache.completed(fed, namespace)
-            keep_len = max(min(keep_len, len(tokens)), self.owners.owned_len(tokens, namespace))
-            if not self._cache.drop(tokens, keep_len, namespace):
+        keep_len = max(keep_len, self.owners.owned_len(tokens, namespace))
+        while agreement(there := self._cache.nearest(tokens, namespace), tokens) > keep_len:
+            if not self._cache.drop(there, keep_len, namespace):
                 return

@@ -97,7 +97,7 @@ class Lives:
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Cut a sequence, alive or not, and its table."""
-        old = sequence.fed.copy()
+        old = sequence.tokens.copy()
         if sequence.table is not None and sequence.table.seq_len >= num_tokens:
             self._cache.truncate(sequence.table, num_tokens - 1)
         sequence.truncate(num_tokens)
@@ -107,7 +107,7 @@ class Lives:
 
     def adopt(self, sequence: Sequence, branch: Handle, adopted: Sequence) -> None:
         """Let a sequence that ended take over one of the request `branch`, which is released."""
-        old = sequence.fed
+        old = sequence.tokens
         sequence.take_over(adopted)
         self._liveness.replaced(sequence, old)
         self.release(branch)
@@ -135,12 +135,27 @@ class Lives:
     def end_search(self, request: Request, reason: FinishReason | None = None, error: str | None = None) -> None:
         """A search ends as a whole, by itself or for `reason`."""
         assert request.search is not None
-        beams, hypotheses = request.branches, request.search.hypotheses
-        for beam in beams:
-            self._leave(beam, reason)
+        hypotheses = request.search.hypotheses
+        for beam in request.branches:
+            self._leave_search(beam, reason)
         request.end_search(reason, error)
-        self._liveness.search_over(request, beams, hypotheses)
+        self._liveness.search_over(request, hypotheses)
         self._finish(request)
+
+    def give_up(self, beam: Sequence) -> None:
+        """A search goes on without this beam; its hypotheses keep what they have of it."""
+        self._leave_search(beam, None)
+        self._liveness.give_up(beam)
+
+    def _leave_search(self, beam: Sequence, reason: FinishReason | None) -> None:
+        """Before a beam leaves it is cut, so that no page that ends for a hypothesis holds more than that."""
+        owners = self._liveness.owners
+        owners.disown(beam)
+        kept = max(beam.output_start, owners.owned_len(beam.tokens, beam.namespace))
+        if beam.computed_len > kept:
+            assert beam.table is not None
+            self._cache.truncate(beam.table, kept)
+        self._leave(beam, reason)
 
     def _leave(self, sequence: Sequence, reason: FinishReason | None) -> None:
         """A sequence gives its pages up; where nothing is wrong with them, the cache keeps them."""

@@ -345,8 +345,7 @@ class Loop:
             self.lives.share(parent, child, parent.computed_len)
             self.scheduler.enqueue(child)
         for branch in given_up:
-            self.scheduler.remove(branch)
-            self._liveness.give_up(branch)
+            self.lives.give_up(branch)
 
     # -- the whole state ------------------------------------------------------------------------------------------
 

@@ -18,25 +18,25 @@ from .sequence import Sequence, TokenArray
 class Owners:
     """Token paths by owner: a sequence, or what stands for one. O(tokens + log owners) each.
 
-    Of all paths in an order by tokens the one that agrees furthest with another is next to it.
+    The last token that was sampled is owned as well: its owner has not fed it, but forks will, or have. Of all paths in
+    an order by tokens the one that agrees furthest with another is next to it.
     """
 
     def __init__(self) -> None:
-        self._paths: dict[Hashable, tuple[str, tuple[bytes, int]]] = {}  # namespace, tokens, how many are of use
+        self._paths: dict[Hashable, tuple[str, bytes]] = {}  # namespace, tokens
         self._sorted: dict[str, SortedList] = {}
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self._paths)
 
     def keep(self, sequence: Sequence, num_tokens: int | None = None) -> None:
-        """A sequence owns its tokens (the first `num_tokens`) as they are now. The last that was sampled is not fed."""
-        num_fed = sequence.num_tokens - (sequence.high_water > 0 and sequence.scores is None)
-        self.own(sequence, sequence.tokens[:num_tokens], sequence.namespace, num_fed)
+        """A sequence owns its tokens (the first `num_tokens`) as they are now."""
+        self.own(sequence, sequence.tokens[:num_tokens], sequence.namespace)
 
-    def own(self, owner: Hashable, tokens: TokenArray, namespace: str, num_fed: int) -> None:
-        """Somebody owns these tokens, of which `num_fed` have or will have pages, and nothing any more that it did."""
+    def own(self, owner: Hashable, tokens: TokenArray, namespace: str) -> None:
+        """Somebody owns these tokens, and nothing any more that it did."""
         self.disown(owner)
-        path = tokens.tobytes(), min(num_fed, len(tokens))
+        path = tokens.tobytes()
         self._paths[owner] = namespace, path
         self._sorted.setdefault(namespace, SortedList()).add(path)
 
@@ -49,16 +49,8 @@ class Owners:
                 del self._sorted[namespace]
 
     def owned_len(self, tokens: TokenArray, namespace: str) -> int:
-        """How many leading tokens of these somebody may ask for the pages of."""
-        return max((min(agreed, num_fed) for agreed, num_fed in self._beside(tokens, namespace)), default=0)
-
-    def known_len(self, tokens: TokenArray, namespace: str) -> int:
-        """How many leading tokens of these somebody owns, fed or not."""
-        return max((agreed for agreed, _ in self._beside(tokens, namespace)), default=0)
-
-    def _beside(self, tokens: TokenArray, namespace: str) -> list[tuple[int, int]]:
-        """How far the two paths agree that are next to these tokens, and how many of theirs are fed."""
+        """How many leading tokens of these somebody may ask for: where one of the two paths next to them parts."""
         paths = self._sorted.get(namespace, [])
-        at = paths.bisect_right((tokens.tobytes(), len(tokens))) if paths else 0
+        at = paths.bisect_right(tokens.tobytes()) if paths else 0
         beside = paths[max(0, at - 1) : at + 1]
-        return [(agreement(np.frombuffer(path, np.int32), tokens), num_fed) for path, num_fed in beside]
+        return max((agreement(np.frombuffer(path, np.int32), tokens) for path in beside), default=0)

@@ -38,7 +38,7 @@ class Request:
     ancestors: frozenset[tuple[int, int]] = frozenset()  # the (number, choice) it was forked from, and those before
     num_forks: list[int] = field(default_factory=list)
     ended: dict[int, Choice] = field(default_factory=dict)  # by choice
-    _gone: list[Sequence] = field(default_factory=list)  # beams that were given up
+    gone: list[Sequence] = field(default_factory=list)  # beams that were given up
     _num_beams: int = 1  # ever made
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class Request:
             beam.append(continuation.token_id)
         given_up = [beam for beam in beams if beam not in chosen]
         self.branches = chosen
-        self._gone += given_up
+        self.gone += given_up
         return forked, given_up
 
     def end_search(self, reason: FinishReason | None, error: str | None) -> None:
@@ -99,7 +99,7 @@ class Request:
         hypotheses = self.search.hypotheses if reason is None else ()
         beams, count = self.branches, max(1, len(hypotheses))
         self.paths, self.num_forks = self.paths[:count], self.num_forks[:count]
-        self._gone += beams
+        self.gone += beams
         self.branches = [beams[0].twin(index, path) for index, path in enumerate(self.paths)]
         for branch in self.branches:
             branch.truncate(branch.output_start)
@@ -173,7 +173,7 @@ class Request:
         return sum(token.sampled.logprob for token in branch.logprobs) / branch.num_output_tokens
 
     def _usage(self) -> Usage:
-        paying = self.branches + self._gone
+        paying = self.branches + self.gone
         return Usage(
             prompt_tokens=self.branches[0].output_start,
             cached_tokens=sum(branch.cached_tokens for branch in paying),

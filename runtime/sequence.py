@@ -61,7 +61,7 @@ class Sequence:
     high_water: int = 0  # tokens ever computed or found cached, by a parent too; below it a row is a recomputation
     told_len: int = 0  # tokens that its usage has counted
     found_len: int = 0  # tokens that were there before it: cached at its first admission, or its parent's
-    known_len: int = 0  # tokens found cached at admission; a row below it runs for its logits alone
+    known_len: int = 0  # tokens found cached at admission, or left by a cut; a row below it runs for its logits alone
     was_opened: bool = False  # the cache knows of it; opening it again is no further request
     resumes: bool = False  # was preempted and has not run since
     borrows: bool = True  # takes a part of a cached page to copy; not where the copy was a page too many
@@ -102,11 +102,6 @@ class Sequence:
         view = self._generated[: self.num_tokens]
         view.flags.writeable = False
         return view
-
-    @property
-    def fed(self) -> TokenArray:
-        """The tokens that were ever computed or found cached, a read-only view."""
-        return self.tokens[: self.high_water]
 
     def given_len(self, start: int = 0) -> int:
         """Tokens before the first one, from `start` on, that a model chose."""
@@ -210,7 +205,8 @@ class Sequence:
         for token_id in self.tokens[num_tokens:].tolist():
             self.history.remove(token_id)
         self.num_tokens = num_tokens
-        self.high_water = min(self.high_water, num_tokens)
+        self.known_len = min(self.high_water, num_tokens)
+        self.high_water = min(self.high_water, num_tokens - 1)
         self.texts = tuple(text for text in self.texts if text[0] <= num_tokens)
         if self.constraint is not None:
             self.follow(self.constraint.rebuilt(self.tokens[self.grammar_start(num_tokens) :].tolist()))

@@ -17,6 +17,7 @@ from radixrt.radix import (
     PageTable,
     RadixCache,
     WritePlan,
+    agreement,
 )
 
 
@@ -400,6 +401,24 @@ def test_pages_a_follower_holds_without_their_path_are_not_counted_evictable() -
     cache.close(follower)
     cache.check()
     assert cache.evict(99) == 3
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+def test_the_nearest_goes_on_to_the_end_of_its_page(page_size: int) -> None:
+    cache = RadixCache(num_pages=64, page_size=page_size)
+    rng = np.random.default_rng(page_size)
+    there = [rng.integers(0, 3, rng.integers(1, 9)).tolist() for _ in range(12)]
+    for tokens in there:
+        put(cache, tokens, tail=True)
+    put(cache, [0, 1, 2] * 3, "other", tail=True)
+    for _ in range(100):
+        wanted = rng.integers(0, 3, rng.integers(0, 10)).tolist()
+        nearest = cache.nearest(wanted)
+        assert agreement(nearest, np.array(wanted)) == cache.peek(wanted), "nothing agrees further"
+        assert any(tokens[: len(nearest)] == nearest.tolist() for tokens in there)
+        assert len(nearest) - cache.peek(wanted) < page_size
+        assert len(nearest) % page_size == 0 or nearest.tolist() in there
+    assert cache.nearest([9]).tolist() == cache.nearest([0], "empty").tolist() == []
 
 
 # All or nothing.
