@@ -5,7 +5,9 @@ Knows nothing of states or text: it watches what an engine is asked.
 
 from __future__ import annotations
 
-from radixrt.runtime import CacheUse, Engine, Event, FinishEvent, Handle, SamplingParams, checks
+from collections import Counter
+
+from radixrt.runtime import CacheUse, Choice, Engine, Event, FinishEvent, Handle, SamplingParams, checks
 
 from .backend import Asked, EngineBackend
 
@@ -16,8 +18,9 @@ class Yardstick:
     Less than the `ideal` is computed ("<=") where the cache had some of it before, or what was asked was cancelled.
 
     `ideal` is the number of nodes in the token trie of all that was given: prompts, appended text, templates, options.
-    What was generated does not count, unless somebody else gives the last token of a generation, which was not fed. It
-    takes memory in the tokens of all requests: for looking, not for serving.
+    What was generated does not count while anybody has it, even if somebody else gives it; but for the end of a
+    generation, which was not fed: its last token, or all from the last that its grammar left a choice of. It takes
+    memory in the tokens of all requests: for looking, not for serving.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -30,6 +33,7 @@ class Yardstick:
         self._given: set[int] = set()
         self._fed: set[int] = set()  # of those that were generated too
         self._paths: dict[Handle, list[int]] = {}  # the nodes of each request's tokens
+        self._num_paths: Counter[int] = Counter()  # by node
         self._roots: dict[Handle, str] = {}
         self.tokenizer, self.vocab_size = backend.tokenizer, backend.vocab_size
         self.eos_token_ids = backend.eos_token_ids
@@ -68,7 +72,9 @@ class Yardstick:
 
     def release(self, handle: Handle) -> None:
         self._backend.release(handle)
-        self._paths.pop(handle, None)
+        path = self._paths.pop(handle, [])
+        self._num_paths.subtract(path)
+        self._fed.difference_update(node for node in path if not self._num_paths[node])
         self._roots.pop(handle, None)
 
     def step(self) -> list[Event]:
@@ -76,9 +82,9 @@ class Yardstick:
         for event in events:
             if isinstance(event, FinishEvent) and event.handle in self._paths:
                 [choice] = event.output.choices
-                self._extend(event.handle, choice.token_ids)
+                generated = self._extend(event.handle, choice.token_ids)
                 if choice.finish_reason != "abort":
-                    self._fed.update(self._paths[event.handle][:-1])
+                    self._fed.update(generated[: _num_fed(choice)])
         return events
 
     @property
@@ -87,6 +93,7 @@ class Yardstick:
 
     def _begin(self, handle: Handle, path: list[int], tokens: list[int], root: str) -> None:
         self._paths[handle], self._roots[handle] = path, root
+        self._num_paths.update(path)
         self._given.update(node for node in self._extend(handle, tokens) if node not in self._fed)
 
     def _extend(self, handle: Handle, tokens: list[int] | tuple[int, ...]) -> list[int]:
@@ -95,4 +102,11 @@ class Yardstick:
         for token_id in tokens:
             key = (path[-1] if path else self._roots[handle], token_id)
             path.append(self._nodes.setdefault(key, len(self._nodes)))
+        self._num_paths.update(path[begin:])
         return path[begin:]
+
+
+def _num_fed(choice: Choice) -> int:
+    """How many of its tokens a choice that has ended has fed: those before the last whose logits it needed."""
+    skips = set(choice.forced) if choice.logprobs is None else set()
+    return max((at for at in range(len(choice.token_ids)) if at not in skips), default=0)

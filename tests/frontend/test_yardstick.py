@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, strategies as st
 
 import radixrt as rx
+from radixrt.frontend._programs import Choose, Fork, Op, Retry, Scratch
 from radixrt.frontend.testing import Body, plain, programs
-from radixrt.runtime import Engine
+from radixrt.runtime import Engine, FinishEvent, Grammar, Handle, SamplingParams
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
 from .conftest import audit
@@ -64,7 +67,57 @@ def test_without_a_cache_more_is_computed() -> None:
     assert " != " in str(yardstick)
 
 
-@given(programs(), st.sampled_from([1, 4, 16]))
+def ask(yardstick: rx.Yardstick, text: str, params: SamplingParams) -> tuple[Handle, str]:
+    """A request's handle and text, once it has ended."""
+    handle = yardstick.submit(list(text.encode()), params, "", priority=0, cache="all")
+    while True:
+        for event in yardstick.step():
+            if isinstance(event, FinishEvent):
+                return handle, event.output.choices[0].text
+
+
+class TestWhatWasGenerated:
+    def test_counts_once_nobody_has_it(self, engine: Engine) -> None:
+        """What was dropped with its request has to be computed where it is given."""
+        yardstick = rx.Yardstick(engine)
+        handle, text = ask(yardstick, "begin", SamplingParams(max_tokens=4, temperature=0.0))
+        ask(yardstick, "begin" + text[:3], SamplingParams(max_tokens=1))
+        assert (yardstick.computed, yardstick.ideal) == (5, 5)
+        yardstick.release(handle)
+        ask(yardstick, "begin" + text[:3] + "!", SamplingParams(max_tokens=1))
+        assert (yardstick.computed, yardstick.ideal) == (6, 6), "the second request has it still"
+        for handle in list(yardstick._paths):
+            yardstick.release(handle)
+        assert not yardstick._fed
+
+    @pytest.mark.parametrize("logprobs", [None, 0])
+    def test_counts_from_the_last_that_was_drawn(self, engine: Engine, logprobs: int | None) -> None:
+        """A grammar's one way on needs no logits: it is not fed unless its log-probability is asked."""
+        yardstick = rx.Yardstick(engine)
+        params = SamplingParams(max_tokens=9, grammar=Grammar.regex("(Yes|No!)"), logprobs=logprobs)
+        _, text = ask(yardstick, "begin", params)
+        assert text in ("Yes", "No!")
+        ask(yardstick, f"begin{text}a", SamplingParams(max_tokens=1))
+        assert (yardstick.computed, yardstick.ideal) == ((9, 9) if logprobs is None else (7, 7))
+
+
+def choosing_alone(body: Body, *, is_branch: bool = False) -> Body:
+    """Without the choices of branches: where its prompt is cached, one computes what siblings do in the same step."""
+    kept: list[Op] = []
+    for op in body:
+        match op:
+            case Choose() if is_branch:
+                continue
+            case Fork():
+                kept.append(replace(op, bodies=tuple(choosing_alone(inner, is_branch=True) for inner in op.bodies)))
+            case Scratch() | Retry():
+                kept.append(replace(op, body=choosing_alone(op.body, is_branch=is_branch)))
+            case _:
+                kept.append(op)
+    return tuple(kept)
+
+
+@given(programs().map(choosing_alone), st.sampled_from([1, 4, 16]))
 def test_a_program_computes_no_more(body: Body, page_size: int) -> None:
     """Less, where it was cancelled, or gave what another branch had generated."""
     model = HashModel(vocab=128, eos=frozenset({0, 1}))
