@@ -5,7 +5,8 @@ Knows nothing of states or text: it watches what an engine is asked.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 from radixrt.runtime import CacheUse, Choice, Engine, Event, FinishEvent, Handle, SamplingParams, checks
 
@@ -18,9 +19,11 @@ class Yardstick:
     Less than the `ideal` is computed ("<=") where the cache had some of it before, or what was asked was cancelled.
 
     `ideal` is the number of nodes in the token trie of all that was given: prompts, appended text, templates, options.
-    What was generated does not count while anybody has it, even if somebody else gives it; but for the end of a
-    generation, which was not fed: its last token, or all from the last that its grammar left a choice of. It takes
-    memory in the tokens of all requests: for looking, not for serving.
+    What was generated does not count, even if somebody else gives it; but for the end of a generation, which was not
+    fed: its last token, or all from the last that its grammar left a choice of. Once nobody has what was generated any
+    more, it is gone with what came behind it, and counts where it is given anew.
+
+    Takes memory in the tokens of all requests: for looking, not for serving.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -29,21 +32,19 @@ class Yardstick:
         self._backend = backend = EngineBackend(engine)
         self._engine = engine
         self._before = engine.stats().counters
-        self._nodes: dict[tuple[int | str, int], int] = {}  # by parent, or namespace at a root, and token
-        self._given: set[int] = set()
-        self._fed: set[int] = set()  # of those that were generated too
+        self._children: defaultdict[int | str, dict[int, int]] = defaultdict(dict)  # nodes by parent or root, and token
+        self._num_nodes = 0
+        self._there: set[int] = set()  # nodes that need not be computed again
         self._paths: dict[Handle, list[int]] = {}  # the nodes of each request's tokens
+        self._generated: dict[Handle, list[bool]] = {}  # which of them are
         self._num_paths: Counter[int] = Counter()  # by node
         self._roots: dict[Handle, str] = {}
+        self.ideal = 0
+        """The least number of rows that computes everything given."""
         self.tokenizer, self.vocab_size = backend.tokenizer, backend.vocab_size
         self.eos_token_ids = backend.eos_token_ids
         self.abort, self.pin, self.unpin, self.explain = backend.abort, backend.pin, backend.unpin, backend.explain
         self.begin_anew = backend.begin_anew
-
-    @property
-    def ideal(self) -> int:
-        """The least number of rows that computes everything given."""
-        return len(self._given)
 
     @property
     def computed(self) -> int:
@@ -61,52 +62,69 @@ class Yardstick:
 
     def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int, cache: CacheUse) -> Handle:
         handle = self._backend.submit(tokens, params, namespace, priority=priority, cache=cache)
-        self._begin(handle, [], tokens, namespace)
+        self._begin(handle, [], [], tokens, namespace)
         return handle
 
     def fork(self, handle: Handle, n: int, params: SamplingParams, *, text: list[int] | None, at: int) -> list[Handle]:
         children = self._backend.fork(handle, n, params, text=text, at=at)
         for child in children:
-            self._begin(child, self._paths[handle][:at], text or [], self._roots[handle])
+            path, generated = self._paths[handle][:at], self._generated[handle][:at]
+            self._begin(child, path, generated, text or [], self._roots[handle])
         return children
 
     def release(self, handle: Handle) -> None:
         self._backend.release(handle)
-        path = self._paths.pop(handle, [])
-        self._num_paths.subtract(path)
-        self._fed.difference_update(node for node in path if not self._num_paths[node])
-        self._roots.pop(handle, None)
+        if handle in self._paths:
+            self._end(self._paths.pop(handle), self._generated.pop(handle))
+            del self._roots[handle]
 
     def step(self) -> list[Event]:
         events = self._backend.step()
         for event in events:
             if isinstance(event, FinishEvent) and event.handle in self._paths:
                 [choice] = event.output.choices
-                generated = self._extend(event.handle, choice.token_ids)
-                if choice.finish_reason != "abort":
-                    self._fed.update(generated[: _num_fed(choice)])
+                begin = len(self._paths[event.handle])
+                self._extend(event.handle, choice.token_ids, generated=True)
+                if choice.finish_reason in ("stop", "length"):
+                    self._there.update(self._paths[event.handle][: begin + _num_fed(choice)])
         return events
 
     @property
     def is_idle(self) -> bool:
         return self._backend.is_idle
 
-    def _begin(self, handle: Handle, path: list[int], tokens: list[int], root: str) -> None:
-        self._paths[handle], self._roots[handle] = path, root
+    def _begin(self, handle: Handle, path: list[int], generated: list[bool], tokens: list[int], root: str) -> None:
+        """A request that has the nodes of another, and is given these tokens behind them."""
+        self._paths[handle], self._generated[handle], self._roots[handle] = path, generated, root
         self._num_paths.update(path)
-        self._given.update(node for node in self._extend(handle, tokens) if node not in self._fed)
+        given = set(self._extend(handle, tokens, generated=False)) - self._there
+        self.ideal += len(given)
+        self._there |= given
 
-    def _extend(self, handle: Handle, tokens: list[int] | tuple[int, ...]) -> list[int]:
+    def _extend(self, handle: Handle, tokens: Iterable[int], *, generated: bool) -> list[int]:
         """Walk on from the end of a request's path; the nodes come to."""
         path, begin = self._paths[handle], len(self._paths[handle])
         for token_id in tokens:
-            key = (path[-1] if path else self._roots[handle], token_id)
-            path.append(self._nodes.setdefault(key, len(self._nodes)))
+            siblings = self._children[path[-1] if path else self._roots[handle]]
+            if token_id not in siblings:
+                siblings[token_id], self._num_nodes = self._num_nodes, self._num_nodes + 1
+            path.append(siblings[token_id])
+        self._generated[handle] += [generated] * (len(path) - begin)
         self._num_paths.update(path[begin:])
         return path[begin:]
+
+    def _end(self, path: list[int], generated: list[bool]) -> None:
+        """What was generated for this request, and nobody else has, is gone with all that comes behind it."""
+        self._num_paths.subtract(path)
+        gone = [node for node, was_generated in zip(path, generated, strict=True) if was_generated]
+        gone = [node for node in gone if not self._num_paths[node]][:1]
+        while gone:
+            node = gone.pop()
+            self._there.discard(node)
+            gone += self._children.pop(node, {}).values()
 
 
 def _num_fed(choice: Choice) -> int:
     """How many of its tokens a choice that has ended has fed: those before the last whose logits it needed."""
     skips = set(choice.forced) if choice.logprobs is None else set()
-    return max((at for at in range(len(choice.token_ids)) if at not in skips), default=0)
+    return max((at for at in range(len(choice.token_ids)) if at not in skips), default=-1)
