@@ -130,14 +130,15 @@ def _check_orders(tree: RadixTree, refs: IntArray) -> None:
         require(bool((np.diff(priorities) <= 0).all()), f"node {node.id} has pages of priorities {priorities}")
         free = stop > 0 and refs[pages[stop - 1]] == 1 and all(not child.num_device for child in node.children or ())
         free_host = node.children is None and stop < len(pages) and refs[pages[-1]] == 1
-        rank = tree.rank_at(node, stop - 1) if free else None
-        host_rank = tree.rank_at(node, len(pages) - 1) if free_host else None
+        rank = tree.order.rank_at(node, stop - 1) if free else None
+        host_rank = tree.order.rank_at(node, len(pages) - 1) if free_host else None
         ranks += [rank] if rank is not None else []
         host_ranks += [host_rank] if host_rank is not None else []
         expected = (rank, host_rank)
         require((node.rank, node.host_rank) == expected, f"node {node.id} has ranks {node.rank}, {node.host_rank}")
-    require(list(tree.order) == sorted(ranks), f"the eviction order is {list(tree.order)}, not {sorted(ranks)}")
-    require(list(tree.host_order) == sorted(host_ranks), f"the order of host pages is {list(tree.host_order)}")
+    device, host = list(tree.order.device), list(tree.order.host)
+    require(device == sorted(ranks), f"the eviction order is {device}, not {sorted(ranks)}")
+    require(host == sorted(host_ranks), f"the order of host pages is {host}, not {sorted(host_ranks)}")
 
 
 def _holds(cache: RadixCache) -> Iterator[list[int]]:

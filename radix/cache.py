@@ -137,7 +137,7 @@ class RadixCache:
         if not -(2**31) <= priority < 2**31:
             raise CacheError(f"a priority is an int32, got {priority}")
         if not again and self.tree.policy.ask(wanted, namespace):
-            self.tree.rerank()
+            self.tree.order.sort()
         match = self._lookup.match(wanted, namespace)
         page_ids = match.page_ids
         if match.tail_page is not None:

@@ -32,7 +32,7 @@ class HostPages:
     def swap_out(self, num_pages: int, by: str, keep: Match | None) -> tuple[PageCopy, ...]:
         """Begin to move up to `num_pages` of the coldest device pages; where host pages are short the coldest go."""
         with self._room.holding(keep):
-            page_ids = self._tree.cold_pages(num_pages if self._pool.num_host_pages else 0)
+            page_ids = self._tree.order.cold_pages(num_pages if self._pool.num_host_pages else 0)
             missing = len(page_ids) - self._pool.num_free_host
             if missing > 0:
                 self._room.evict_host(missing, by)

@@ -74,24 +74,24 @@ class Room:
         missing = num_pages - self.pool.num_free
         if missing > 0:
             # Each leaf in the order gives a page at least, which spares the full count in the common case.
-            if missing > len(self.tree.order) and missing > self.num_evictable:
+            if missing > len(self.tree.order.device) and missing > self.num_evictable:
                 return None
             self.evict(missing, by)
         return self.pool.alloc(num_pages)
 
     def evict(self, num_pages: int, by: str) -> int:
         """Free up to `num_pages` device pages, and the host pages that continue them; return how many it found."""
-        num_found = self._shrink(self.tree.coldest, self.tree.trim, num_pages, by)
+        num_found = self._shrink(self.tree.order.coldest, self.tree.trim, num_pages, by)
         if num_found < num_pages and self._swaps:
             num_pages = min(num_pages, num_found + self.num_evictable)
             while num_found < num_pages:
                 self._give_up_swaps(by)
-                num_found += self._shrink(self.tree.coldest, self.tree.trim, num_pages - num_found, by)
+                num_found += self._shrink(self.tree.order.coldest, self.tree.trim, num_pages - num_found, by)
         return num_found
 
     def evict_host(self, num_pages: int, by: str) -> None:
         """Free up to `num_pages` host pages, the coldest first."""
-        self._shrink(self.tree.coldest_host, self.tree.trim_host, num_pages, by)
+        self._shrink(self.tree.order.coldest_host, self.tree.trim_host, num_pages, by)
 
     def drop(self, doomed: IntArray, by: str) -> int:
         """Free what can be of these pages, the end of a path, which are dead; return how many."""
@@ -150,7 +150,7 @@ class Room:
 
         They are free once their copies end.
         """
-        while not self.tree.order:
+        while not self.tree.order.device:
             for copy in self._swaps:
                 held = int(self.pool.refs[copy.src]) > 2 or copy.src > self.pool.num_pages
                 if not held and (cut := self.tree.cut_off(copy.src)) is not None:

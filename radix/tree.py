@@ -1,21 +1,20 @@
-"""The radix tree: which token sequence lies in which pages, and which leaf is coldest.
+"""The radix tree: which token sequence lies in which pages.
 
-Reads reference counts and never changes them; knows nothing of tables, copies or the pool.
+Knows nothing of tables, copies or the pool, nor of reference counts, but that its eviction order reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
-from sortedcontainers import SortedList
 
-from .node import Children, Node, Rank
+from .node import Children, Node
+from .order import EvictionOrder
 from .policy import EvictionPolicy
-from .tokens import EMPTY, IntArray, agreement, count_after_last, page_key
+from .tokens import EMPTY, IntArray, agreement, page_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +75,13 @@ class RadixTree:
         self.page_size = page_size
         self.roots: dict[str, Node] = {}
         self.nodes: dict[int, Node] = {}  # without the roots
-        # `rank_at` the last device page of the nodes that have one, of count 1, and no device pages below; and at the
-        # last page of the leaves that end in a host page of count 1.
-        self.order = SortedList()
-        self.host_order = SortedList()
         self.owner: npt.NDArray[np.int64] = np.zeros(len(refs), np.int64)
         self.publisher: npt.NDArray[np.object_] = np.full(len(refs), "", object)
         self.priority: IntArray = np.zeros(len(refs), np.int32)
         self.policy = policy
+        self.order = EvictionOrder(self.nodes, refs=refs, priority=self.priority, policy=policy)
         self.num_leaves = 0
         self.num_pages = 0
-        self._refs = refs
         self._last_id = 0
 
     # Looking: nothing below changes anything.
@@ -160,11 +155,6 @@ class RadixTree:
             return False
         return node.parent.children.agreement_beside(node.key) >= num_tokens
 
-    def rank_at(self, node: Node, index: int) -> Rank:
-        """Return the place of `node` among those that end in their memory as it does: the lowest loses pages first."""
-        page = int(node.pages.view[index])
-        return int(self.priority[page]), self.policy.heat(page), node.id
-
     # Growing.
 
     def insert(
@@ -211,17 +201,6 @@ class RadixTree:
         if priority is not None:
             self.priority[page_ids] = np.maximum(self.priority[page_ids], priority)
 
-    def rerank(self) -> None:
-        """Sort both eviction orders anew, after the policy changed its mind. O(leaves log leaves)."""
-        ranked = [node for node in self.nodes.values() if node.rank is not None]
-        on_host = [node for node in self.nodes.values() if node.host_rank is not None]
-        for node in ranked:
-            node.rank = self.rank_at(node, node.num_device - 1)
-        for node in on_host:
-            node.host_rank = self.rank_at(node, node.pages.size - 1)
-        self.order = SortedList(node.rank for node in ranked)
-        self.host_order = SortedList(node.host_rank for node in on_host)
-
     # Between device and host.
 
     def move(self, src: int, dst: int) -> bool:
@@ -251,29 +230,6 @@ class RadixTree:
         self._set_device(node, num_device)
         return True
 
-    def cold_pages(self, max_pages: int) -> IntArray:
-        """Return up to `max_pages` device pages with count 1 in the order in which they would be evicted. O(each log).
-
-        Pages behind a held one, or above several continuations, are not among them.
-        """
-        found = [EMPTY]
-        order = iter(self.order)
-        fresh: Rank | None = next(order, None)
-        begun: list[tuple[Rank, int]] = []  # a heap of nodes that are used in part: up to this page
-        while max_pages and (fresh is not None or begun):
-            if fresh is None or (begun and begun[0][0] < fresh):
-                rank, stop = heappop(begun)
-                node = self.nodes[rank[-1]]
-            else:
-                node = self.nodes[fresh[-1]]
-                stop, fresh = node.num_device, next(order, None)
-            first = self._cold_from(node, 0, stop, max_pages)
-            found.append(node.pages.view[first:stop][::-1])
-            max_pages -= stop - first
-            if first and self._refs[node.pages.view[first - 1]] == 1:
-                heappush(begun, (self.rank_at(node, first - 1), first))
-        return np.concatenate(found)
-
     # Shrinking.
 
     def clear(self) -> IntArray:
@@ -282,27 +238,18 @@ class RadixTree:
         self.roots.clear()
         self.nodes.clear()
         self.order.clear()
-        self.host_order.clear()
         self.policy.clear()
         self.owner[:] = 0
         self.num_leaves = self.num_pages = 0
         return page_ids
 
     def settle(self, page: int) -> None:
-        """Let the node of `page` enter or leave the eviction orders, as the counts of its pages say. O(log n).
+        """Let the node of `page` enter or leave the eviction order, as the counts of its pages say. O(log n).
 
         To be called when the count of a page that may end a node's device or host pages moves between 1 and more.
         """
         if (node := self.node_of(page)) is not None:
-            self._rank(node)
-
-    def coldest(self) -> Node | None:
-        """Return the node to take device pages from, None if all are held."""
-        return self.nodes[self.order[0][-1]] if self.order else None
-
-    def coldest_host(self) -> Node | None:
-        """Return the leaf to take host pages from, None if all are held."""
-        return self.nodes[self.host_order[0][-1]] if self.host_order else None
+            self.order.put(node)
 
     def trim(self, node: Node, max_pages: int) -> Cut:
         """Cut up to `max_pages` device pages off the coldest node while it is that, and what continues them.
@@ -311,12 +258,12 @@ class RadixTree:
         pages followed inherits their heat. Where a leaf is used up, its parent merges with an only child that remains.
         """
         stop = node.num_device
-        return self._trim(node, self._cold_from(node, 0, stop, max_pages), stop)
+        return self._trim(node, self.order.cold_from(node, 0, stop, max_pages), stop)
 
     def trim_host(self, leaf: Node, max_pages: int) -> Cut:
         """Cut up to `max_pages` host pages off the leaf with the coldest, as `trim` does."""
         stop = leaf.pages.size
-        return self._trim(leaf, self._cold_from(leaf, leaf.num_device, stop, max_pages), stop)
+        return self._trim(leaf, self.order.cold_from(leaf, leaf.num_device, stop, max_pages), stop)
 
     def cut_off(self, page: int) -> Cut | None:
         """Cut a device page that no device page continues, whatever its count, as `trim` does; None if it is none."""
@@ -341,20 +288,12 @@ class RadixTree:
         edges.append(self._cut(node, node.pages.size - index))
         self._inherit(after, edges[-1])
         if index:
-            self._rank(node)
+            self.order.put(node)
         else:
-            self._rank_parent(node)
+            self._reorder_parent(node)
             if parent.parent is not None and parent.children is not None and len(parent.children) == 1:
                 self._merge(parent)
         return Cut(edges, stop - index, parent.namespace, after, key)
-
-    def _cold_from(self, node: Node, start: int, stop: int, max_pages: int) -> int:
-        """Where the up to `max_pages` pages begin that end `[start, stop)`, have count 1 and are no warmer."""
-        pages = node.pages.view[max(start, stop - max_pages) : stop]
-        if len(pages) == 1:
-            return stop - 1
-        warmer = (self._refs[pages] != 1) | (self.priority[pages] > self.priority[pages[-1]])
-        return stop - self.policy.count_as_cold(pages[len(pages) - count_after_last(warmer) :])
 
     def _drop_children(self, node: Node) -> list[IntArray]:
         """Take all that is below `node`, in host pages alone, off the tree; return its edges, the ends first.
@@ -373,7 +312,7 @@ class RadixTree:
             self.owner[child.pages.view] = 0
             self.num_pages -= child.pages.size
             self.num_leaves -= child.children is None
-            self._unrank(child)
+            self.order.remove(child)
             del self.nodes[child.id]
         node.children = None
         return [child.pages.view for child in reversed(dropped[1:])]
@@ -384,7 +323,7 @@ class RadixTree:
         node.num_device = num_device
         if change and parent is not None:
             parent.num_warm += change
-            self._rank_parent(node)
+            self._reorder_parent(node)
 
     def _add_leaf(self, parent: Node, key: bytes) -> Node:
         leaf = self._new_node(parent, key, parent.start + parent.tokens.size)
@@ -416,7 +355,7 @@ class RadixTree:
         if not parent.children:
             parent.children = None
             del self.roots[parent.namespace]  # below a root nobody has an only child
-        self._unrank(leaf)
+        self.order.remove(leaf)
         del self.nodes[leaf.id]
         self.num_leaves -= 1
 
@@ -439,8 +378,8 @@ class RadixTree:
         upper.num_device = min(node.num_device, upper.pages.size)
         node.num_device -= upper.num_device
         upper.num_warm = int(node.num_device > 0)
-        self._rank(node)
-        self._rank(upper)
+        self.order.put(node)
+        self.order.put(upper)
         return upper
 
     def _merge(self, upper: Node) -> None:
@@ -457,9 +396,9 @@ class RadixTree:
         node.parent, node.key, node.start = parent, upper.key, upper.start
         node.num_device += upper.num_device
         parent.children.replace(node)
-        self._unrank(upper)
+        self.order.remove(upper)
         del self.nodes[upper.id]
-        self._rank(node)
+        self.order.put(node)
 
     def _new_node(self, parent: Node, key: bytes, start: int) -> Node:
         self._last_id += 1
@@ -467,24 +406,10 @@ class RadixTree:
         self.nodes[node.id] = node
         return node
 
-    def _rank(self, node: Node) -> None:
-        """Let `node` enter or leave both orders, or move in them. The only look at counts but for `_cold_from`'s."""
-        pages, stop = node.pages.view, node.num_device
-        free = stop > 0 and not node.num_warm and self._refs[pages[stop - 1]] == 1
-        free_host = stop < len(pages) and node.children is None and self._refs[pages[-1]] == 1
-        rank = self.rank_at(node, stop - 1) if free else None
-        host_rank = self.rank_at(node, len(pages) - 1) if free_host else None
-        node.rank = _put(self.order, node.rank, rank)
-        node.host_rank = _put(self.host_order, node.host_rank, host_rank)
-
-    def _rank_parent(self, node: Node) -> None:
+    def _reorder_parent(self, node: Node) -> None:
         """The heat of what `node` followed may have changed."""
         if node.parent is not None and node.parent.parent is not None:
-            self._rank(node.parent)
-
-    def _unrank(self, node: Node) -> None:
-        node.rank = _put(self.order, node.rank, None)
-        node.host_rank = _put(self.host_order, node.host_rank, None)
+            self.order.put(node.parent)
 
     def _inherit(self, page: int, gone: IntArray) -> None:
         """Make `page`, where it is one, as warm as pages that left the place after it."""
@@ -508,13 +433,3 @@ def _num_host(node: Node, stop: int) -> int:
         num_pages += parent.pages.size - parent.num_device
         node = parent
     return num_pages
-
-
-def _put(order: SortedList, old: Rank | None, new: Rank | None) -> Rank | None:
-    """Replace an entry of an eviction order; return the new one."""
-    if old != new:
-        if old is not None:
-            order.remove(old)
-        if new is not None:
-            order.add(new)
-    return new

@@ -17,6 +17,7 @@ from radixrt.radix.copies import Copies
 from radixrt.radix.host import HostPages
 from radixrt.radix.lookup import Lookup
 from radixrt.radix.node import Children
+from radixrt.radix.order import EvictionOrder
 from radixrt.radix.pool import _FreeList
 from radixrt.radix.room import Room
 from radixrt.radix.shadow import Shadow
@@ -63,7 +64,7 @@ MUTANTS = [
         open_does_not_retain=("self.pool.retain(page_ids)", "pass"),
         open_is_no_use=("self.tree.use(cached, priority=priority, now=self._room.now)", "pass"),
         open_forgets_its_priority=("            priority=priority,\n", "            priority=0,\n"),
-        order_stays_when_the_ranking_changes=("self.tree.rerank()", "pass"),
+        order_stays_when_the_ranking_changes=("self.tree.order.sort()", "pass"),
         open_counts_full_pages_only=("page_ids, match.length)", "page_ids, match.prefix_len)"),
     ),
     *_of(
@@ -188,20 +189,20 @@ MUTANTS = [
         "use",
         later_use_lowers_a_priority=("np.maximum(self.priority[page_ids], priority)", "priority"),
     ),
-    *_of(RadixTree, "rank_at", order_ignores_priority=("int(self.priority[page])", "0")),
+    *_of(EvictionOrder, "rank_at", order_ignores_priority=("int(self._priority[page])", "0")),
     *_of(
-        RadixTree,
-        "rerank",
+        EvictionOrder,
+        "sort",
         ranking_stays=("node.rank = self.rank_at(node, node.num_device - 1)", "pass"),
         ranking_of_host_pages_stays=("node.host_rank = self.rank_at(node, node.pages.size - 1)", "pass"),
     ),
     *_of(
-        RadixTree,
-        "_cold_from",
-        priority_inside_a_leaf_is_ignored=("self.priority[pages] > self.priority[pages[-1]]", "pages < 0"),
+        EvictionOrder,
+        "cold_from",
+        priority_inside_a_leaf_is_ignored=("self._priority[pages] > self._priority[pages[-1]]", "pages < 0"),
         evict_takes_held_pages=("(self._refs[pages] != 1)", "(pages < 0)"),
         evict_takes_warmer_pages_of_the_leaf=(
-            "self.policy.count_as_cold(pages[len(pages) - count_after_last(warmer) :])",
+            "self._policy.count_as_cold(pages[len(pages) - count_after_last(warmer) :])",
             "count_after_last(warmer)",
         ),
     ),
@@ -228,7 +229,7 @@ MUTANTS = [
         moved_page_is_not_counted=("self._set_device(node, num_device)", "pass"),
     ),
     *_of(
-        RadixTree,
+        EvictionOrder,
         "cold_pages",
         cold_pages_come_first_first=("[first:stop][::-1]", "[first:stop]"),
         cold_pages_are_too_many=("max_pages -= stop - first", "pass"),
@@ -252,8 +253,8 @@ MUTANTS = [
             "node.pages.extend(upper.pages.view)\n        node.tokens = upper.tokens",
         ),
         merge_forgets_device_pages=("node.num_device += upper.num_device", "pass"),
-        merged_node_stays_in_the_order=("self._unrank(upper)", "pass"),
-        merged_node_keeps_its_place=("self._rank(node)", "pass"),
+        merged_node_stays_in_the_order=("self.order.remove(upper)", "pass"),
+        merged_node_keeps_its_place=("self.order.put(node)", "pass"),
     ),
     *_of(
         RadixTree,
@@ -261,7 +262,7 @@ MUTANTS = [
         what_is_left_inherits_no_heat=("self._inherit(after, edges[-1])", "pass"),
         only_child_is_not_merged=("self._merge(parent)", "pass"),
         host_pages_below_stay=("edges = self._drop_children(node)", "edges = []"),
-        parent_of_a_leaf_that_is_used_up_keeps_its_place=("self._rank_parent(node)", "pass"),
+        parent_of_a_leaf_that_is_used_up_keeps_its_place=("self._reorder_parent(node)", "pass"),
     ),
     *_of(
         RadixTree,
@@ -273,19 +274,19 @@ MUTANTS = [
         "_drop_children",
         dropped_host_pages_stay_owned=("self.owner[child.pages.view] = 0", "pass"),
         dropped_leaves_stay_counted=("self.num_leaves -= child.children is None", "pass"),
-        dropped_nodes_stay_in_the_order=("self._unrank(child)", "pass"),
+        dropped_nodes_stay_in_the_order=("self.order.remove(child)", "pass"),
     ),
     *_of(
         RadixTree,
         "_set_device",
         parent_does_not_count_warm_children=("parent.num_warm += change", "pass"),
-        parent_of_the_last_warm_child_is_not_evictable=("self._rank_parent(node)", "pass"),
+        parent_of_the_last_warm_child_is_not_evictable=("self._reorder_parent(node)", "pass"),
     ),
-    *_of(RadixTree, "coldest", evict_takes_the_hottest=("self.order[0]", "self.order[-1]")),
-    *_of(RadixTree, "coldest_host", hottest_host_page_goes=("self.host_order[0]", "self.host_order[-1]")),
+    *_of(EvictionOrder, "coldest", evict_takes_the_hottest=("self.device[0]", "self.device[-1]")),
+    *_of(EvictionOrder, "coldest_host", hottest_host_page_goes=("self.host[0]", "self.host[-1]")),
     *_of(
-        RadixTree,
-        "_rank",
+        EvictionOrder,
+        "put",
         held_leaf_stays_evictable=("and self._refs[pages[stop - 1]] == 1", ""),
         held_host_leaf_stays_evictable=("and self._refs[pages[-1]] == 1", ""),
         device_pages_are_evictable_before_what_continues_them=("not node.num_warm and", ""),
