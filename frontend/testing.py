@@ -27,7 +27,8 @@ from radixrt.runtime import (
     Usage,
 )
 
-from ._programs import Body, Oracle, Planned, plain, programs, tasks
+from ._oracle import Oracle
+from ._programs import Body, Planned, plain, programs, tasks
 from .backend import Asked, Backend
 
 __all__ = ["Body", "FaultyBackend", "Oracle", "Planned", "ScriptedBackend", "plain", "programs", "tasks"]
