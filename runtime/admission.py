@@ -84,10 +84,16 @@ class Admission:
         self._try_admit(plan, sequence, self._match(sequence), self._room())
 
     def _try_admit(self, plan: StepPlan, sequence: Sequence, match: Match, room: int) -> bool:
-        """Open and plan a waiting sequence if its prompt fits, or it must go; otherwise it waits on."""
+        """Open and plan a waiting sequence if its prompt fits, or it must go; otherwise it waits on.
+
+        So it does where this step computes some of its tokens already, but not for who stands where it would.
+        """
         if not self._must_go(plan, sequence) and not self._fits(plan, sequence, match, room):
             return False
         there = self._cache.match(sequence.tokens if self._config.prefix_cache else [], sequence.namespace)
+        start = min(there.length, sequence.first_row)
+        if plan.is_computing(sequence.namespace, start, there, sequence.tokens):
+            return False
         table = self.open(sequence)
         self._queues.remove(sequence)
         sequence.table, opened_len = table, table.seq_len
@@ -98,6 +104,8 @@ class Admission:
             sequence.table = None
             self._queues.add(sequence)
             return False
+        if opened_len < there.length:
+            plan.runs_again(there)
         if not sequence.high_water:
             sequence.found_len = max(sequence.found_len, there.length + there.host_len)
         sequence.known_len = there.length

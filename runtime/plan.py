@@ -13,10 +13,12 @@ from itertools import pairwise
 import numpy as np
 
 from radixrt.kernels.plan import IntArray
-from radixrt.radix import PageCopy, PageTable, WritePlan, agreement, page_key
+from radixrt.radix import Match, PageCopy, PageTable, WritePlan, agreement, page_key
 
 from .batch import Batch
 from .sequence import Sequence, TokenArray
+
+Place = tuple[str, int, int]  # namespace, tokens, and the last full page of those
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,7 +74,8 @@ class StepPlan:
     scored_rows: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     scored_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     _parted: set[int] = field(default_factory=set)  # rows before which a sharer left: a segment ends there
-    _places: dict[tuple[str, int, int], list[tuple[bytes, int]]] = field(default_factory=lambda: defaultdict(list))
+    _places: dict[Place, list[tuple[bytes, int]]] = field(default_factory=lambda: defaultdict(list))
+    _again: dict[Place, list[Entry]] = field(default_factory=lambda: defaultdict(list))
 
     def leader(
         self, namespace: str, start: int, full_pages: IntArray | TokenArray, tokens: TokenArray
@@ -90,6 +93,22 @@ class StepPlan:
             if agreed > start and (best is None or agreed > best.agreed):
                 best = Leader(entry, agreed)
         return best
+
+    def is_computing(self, namespace: str, start: int, known: Match, tokens: TokenArray) -> bool:
+        """Whether an entry computes of `tokens` what comes after those that are known, and stands elsewhere.
+
+        So may one that would run known rows again from `start` on, or one that does. In the next step it is cached.
+        """
+        place = self._place(namespace, known.length, known.page_ids)
+        if start < known.length and self.leader(namespace, known.length, known.page_ids, tokens) is not None:
+            return True
+        others = (entry.sequence.tokens for entry in self._again.get(place, ()) if entry.start != start)
+        return any(agreement(tokens, other) > known.length for other in others)
+
+    def runs_again(self, known: Match) -> None:
+        """The last entry runs rows again that were known."""
+        entry = self.entries[-1]
+        self._again[self._place(entry.sequence.namespace, known.length, known.page_ids)].append(entry)
 
     def add(self, sequence: Sequence, write: WritePlan, leader: Leader | None) -> None:
         """Plan the positions of `write`, the shared ones as rows of `leader`."""
@@ -163,7 +182,7 @@ class StepPlan:
         distinct, first = np.unique(_concat(slots), return_index=True)
         return _concat([entry.rows for entry in self.entries])[first], distinct
 
-    def _place(self, namespace: str, start: int, page_ids: IntArray | TokenArray) -> tuple[str, int, int]:
+    def _place(self, namespace: str, start: int, page_ids: IntArray | TokenArray) -> Place:
         full = start // self.page_size
         return namespace, start, int(page_ids[full - 1]) if full else 0
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from radixrt.runtime import Engine, Handle, SamplingParams, trie_size
+from radixrt.runtime import Engine, Handle, SamplingParams, ScoreParams, trie_size
 from radixrt.runtime.testing import HashModel
 
-from .conftest import MakeEngine
+from .conftest import MakeEngine, finish
 
 FIRST = SamplingParams(max_tokens=1, temperature=0.0)  # nothing is fed back, so every row is a prompt's
 
@@ -66,6 +66,48 @@ def test_computed_is_ideal_while_others_decode(prompts: list[list[int]], **given
             engine.step()
             engine.check()
         assert engine.stats().counters.computed == trie_size(prompts)
+
+
+@given(
+    prompts=prefix_trees(),
+    data=st.data(),
+    page_size=st.sampled_from([1, 2, 4, 16]),
+    token_budget=st.sampled_from([1, 3, 16, 512]),
+    prefill_chunk=st.sampled_from([None, 1, 5]),
+)
+def test_computed_is_ideal_where_some_are_scored(
+    prompts: list[list[int]], data: st.DataObject, **given_settings: Any
+) -> None:
+    """From anywhere on and in waves, so that what is known runs again for log-probabilities beside what goes on."""
+    with Engine(HashModel(), num_pages=600, poison=True, **given_settings) as engine:
+        for prompt in prompts:
+            start = data.draw(st.none() | st.integers(1, len(prompt)))
+            engine.submit(prompt, FIRST if start is None else ScoreParams(start=start))
+            for _ in range(data.draw(st.sampled_from([0, 0, 1, 9]))):
+                engine.step()
+        while engine.stats().num_running + engine.stats().num_waiting:
+            engine.step()
+            engine.check()
+        counters = engine.stats().counters
+        assert (counters.computed, counters.recomputed_after_preemption) == (trie_size(prompts), 0)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [[ScoreParams(start=8), FIRST], [FIRST, ScoreParams(start=8)], [ScoreParams(start=8), ScoreParams(start=3)]],
+)
+def test_one_that_runs_known_rows_again_computes_nothing_that_another_does(
+    make_engine: MakeEngine, params: list[ScoreParams | SamplingParams]
+) -> None:
+    """They do not stand at the same place, and one waits for a step."""
+    engine = make_engine(page_size=4)
+    engine.generate([[1] * 9], FIRST)
+    for one in params:
+        engine.submit([*[1] * 9, *range(20, 40)], one)
+    finish(engine)
+    counters = engine.stats().counters
+    assert counters.computed == 9 + 20
+    assert counters.steps <= 1 + 2
 
 
 def test_twins_in_one_step_share_the_logits_too(make_engine: MakeEngine) -> None:
