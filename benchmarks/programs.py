@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 import radixrt as rx
 from radixrt.frontend.backend import Asked, EngineBackend
-from radixrt.runtime import CacheUse, Event, FinishEvent, Handle, SamplingParams, load_model
+from radixrt.runtime import Event, FinishEvent, Handle, SamplingParams, load_model
 from radixrt.runtime.testing import ByteTokenizer, HashModel
 
 MODEL = "smollm2-135m"
@@ -122,14 +122,14 @@ class AsPrompts:
         self.abort, self.pin, self.unpin, self.explain = backend.abort, backend.pin, backend.unpin, backend.explain
         self.begin_anew = backend.begin_anew
 
-    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int, cache: CacheUse) -> Handle:
-        handle = self._backend.submit(self._anew(tokens), params, namespace, priority=priority, cache=cache)
+    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int) -> Handle:
+        handle = self._backend.submit(self._anew(tokens), params, namespace, priority=priority)
         self._tokens[handle] = list(tokens)
         return handle
 
     def fork(self, handle: Handle, n: int, params: SamplingParams, *, text: list[int] | None, at: int) -> list[Handle]:
         tokens = [*self._tokens[handle][:at], *(text or ())]
-        return [self.submit(tokens, params, "", priority=0, cache="all") for _ in range(n)]
+        return [self.submit(tokens, params, "", priority=0) for _ in range(n)]
 
     def release(self, handle: Handle) -> None:
         self._backend.release(handle)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from radixrt.runtime import (
-    CacheUse,
     Engine,
     Event,
     Explanation,
@@ -39,7 +38,7 @@ class Backend(Protocol):
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
 
-    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int, cache: CacheUse) -> Handle:
+    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int) -> Handle:
         """Queue a request: to go on, or for log-probabilities, which its output's `score` has. InvalidRequest if it can
         never run."""
 
@@ -83,8 +82,8 @@ class EngineBackend:
         self.vocab_size = engine.model.vocab_size
         self.eos_token_ids = engine.model.eos_token_ids
 
-    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int, cache: CacheUse) -> Handle:
-        return self._engine.submit(tokens, params, namespace, priority=priority, cache=cache)
+    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int) -> Handle:
+        return self._engine.submit(tokens, params, namespace, priority=priority)
 
     def fork(self, handle: Handle, n: int, params: SamplingParams, *, text: list[int] | None, at: int) -> list[Handle]:
         return self._engine.fork(handle, n, params, text=text, at=at)

@@ -268,11 +268,11 @@ class Branch:
                 self.scope.close(reason)
             if self._last is not None:
                 self._last.cancel(self._closed_by)
+            self._is_pinned = False
+            self._pin_anew()  # first: what is pinned stays when it is given back
             self._marked, self._held = [*self._marked, *self._held], ()
             while self._marked:
                 self._marked.pop().drop()
-            self._is_pinned = False
-            self._pin_anew()
             self._is_closed = True
             if self.parent is not None:
                 self.run.tell(BranchClosed(where=self.where, adopted=adopted))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from radixrt.runtime import CacheUse, Handle, InvalidRequest, Output, SamplingParams, ScoreParams
+from radixrt.runtime import Handle, InvalidRequest, Output, SamplingParams, ScoreParams
 
 from .driver import Driver, Ticket, always
 
@@ -27,7 +27,6 @@ class Origin:
     driver: Driver
     namespace: str
     priority: int
-    cache: CacheUse
     is_wanted: Callable[[], bool] = always  # what is generated; else nobody steps for it
 
 
@@ -156,4 +155,4 @@ def seed_of(seed: int, path: tuple[int, ...]) -> int:
 
 
 def _submit(origin: Origin, tokens: list[int], params: SamplingParams | ScoreParams) -> Handle:
-    return origin.driver.backend.submit(tokens, params, origin.namespace, priority=origin.priority, cache=origin.cache)
+    return origin.driver.backend.submit(tokens, params, origin.namespace, priority=origin.priority)

@@ -14,9 +14,9 @@ from functools import partial, update_wrapper
 from pathlib import Path
 from threading import Event
 from types import NoneType
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_args, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from radixrt.runtime import CacheUse, Engine, InvalidRequest, checks
+from radixrt.runtime import Engine, InvalidRequest, checks
 
 from .backend import Backend
 from .batch import Journal, in_tasks, in_threads, rows_of
@@ -49,7 +49,6 @@ class Options:
     seed: int = 0
     namespace: str = ""
     priority: int = 0
-    cache: CacheUse = "all"
     trace: str | Path | None = None
     observers: Sequence[Callable[[], Observer]] = ()
 
@@ -58,8 +57,6 @@ class Options:
         object.__setattr__(self, "seed", checks.integer("seed", self.seed, -(2**63), 2**64 - 1))
         checks.instance("namespace", self.namespace, str, "a text")
         object.__setattr__(self, "priority", checks.integer("priority", self.priority, -(2**63), 2**63 - 1))
-        if self.cache not in get_args(CacheUse):
-            checks.refuse("cache", self.cache, ", ".join(get_args(CacheUse)))
         checks.instance("trace", self.trace, (str, Path, NoneType), "a path")
         allowed = "a list of classes or functions, called for one of each run"
         for observer in checks.instance("observers", self.observers, Sequence, allowed):
@@ -93,7 +90,6 @@ def root_branch(
         driver=driver_of(engine),
         namespace=options.namespace,
         priority=options.priority,
-        cache=options.cache,
         is_wanted=mailbox.is_wanted if mailbox is not None else always,
     )
     with origin.driver.running(), ExitStack() as stack:
@@ -145,7 +141,7 @@ class Program(Generic[P, R, C]):
         return str(getattr(self._function, "__name__", "program"))
 
     def options(self, **changes: Any) -> Program[P, R, C]:
-        """The same program with other `Options`: seed, namespace, priority, cache, trace, observers."""
+        """The same program with other `Options`: seed, namespace, priority, trace, observers."""
         return Program(self._function, self._options.changed(changes))
 
     def __call__(self, state: State, *args: P.args, **kwargs: P.kwargs) -> C:

@@ -200,8 +200,7 @@ class State:
         branch = self._branch
         requests = branch.asked("choose", "choice", name)
         temperature = checks.number("temperature", temperature, 0)
-        checks.instance("options", options, Iterable, "texts, or what `str` makes them of")
-        values = list(options)
+        values = checks.items("options", options, "a sequence of texts, or of what `str` makes them of")
         content, codec = branch.content, branch.codec
         with requests.beginning():
             known = options_of(
@@ -235,7 +234,7 @@ class State:
 
         self._branch.take_turn()
         if isinstance(branches, Iterable):
-            return ItemBranches(self._branch, list(branches))
+            return ItemBranches(self._branch, checks.items("fork", branches, "a count, or a sequence of items"))
         return Branches(self._branch, branches)
 
     def scratch(self) -> Scratch:

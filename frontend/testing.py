@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from radixrt.runtime import (
-    CacheUse,
     Choice,
     Event,
     Explanation,
@@ -53,7 +52,7 @@ class ScriptedBackend:
         self._live: dict[Handle, tuple[int, Asked]] = {}
         self._released: set[Handle] = set()
 
-    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int, cache: CacheUse) -> Handle:
+    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int) -> Handle:
         handle = Handle(len(self._tokens))
         self._tokens.append(list(tokens))
         self._live[handle] = len(tokens), params
@@ -63,7 +62,7 @@ class ScriptedBackend:
         if handle in self._released:
             raise InvalidRequest(f"handle: request {handle.number} was released")
         tokens = [*self._tokens[handle.number][:at], *(text or ())]
-        return [self.submit(tokens, params, "", priority=0, cache="all") for _ in range(n)]
+        return [self.submit(tokens, params, "", priority=0) for _ in range(n)]
 
     def abort(self, handle: Handle) -> None:
         self._live.pop(handle, None)
@@ -164,9 +163,9 @@ class FaultyBackend:
         self.abort, self.release, self.begin_anew = backend.abort, backend.release, backend.begin_anew
         self.pin, self.unpin, self.explain = backend.pin, backend.unpin, backend.explain
 
-    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int, cache: CacheUse) -> Handle:
+    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int) -> Handle:
         self._may_fail("submit")
-        return self._backend.submit(tokens, params, namespace, priority=priority, cache=cache)
+        return self._backend.submit(tokens, params, namespace, priority=priority)
 
     def fork(self, handle: Handle, n: int, params: SamplingParams, *, text: list[int] | None, at: int) -> list[Handle]:
         self._may_fail("fork")

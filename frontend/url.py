@@ -17,7 +17,6 @@ from queue import Empty, SimpleQueue
 from typing import Self
 
 from radixrt.runtime import (
-    CacheUse,
     Choice,
     Event,
     FinishEvent,
@@ -64,8 +63,8 @@ class _Request:
 class UrlBackend:
     """A server as a `Backend`. Sends a request when the driver next steps; many at once, each on a stream of its own.
 
-    A draw's path becomes part of the seed, so programs repeat on a server that honours `seed`. Priorities, `cache` and
-    pins are not for a client to give: they do nothing.
+    A draw's path becomes part of the seed, so programs repeat on a server that honours `seed`. Priorities and pins are
+    not for a client to give: they do nothing.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class UrlBackend:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int, cache: CacheUse) -> Handle:
+    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int) -> Handle:
         if isinstance(params, ScoreParams):
             raise InvalidRequest(
                 f"choose: {self._wire.url} tells no log-probabilities of options; use s.gen(Literal[...])"

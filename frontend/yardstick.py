@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from radixrt.runtime import CacheUse, Choice, Engine, Event, FinishEvent, Handle, SamplingParams, checks
+from radixrt.runtime import Choice, Engine, Event, FinishEvent, Handle, SamplingParams, checks
 
 from .backend import Asked, EngineBackend
 
@@ -16,7 +16,8 @@ from .backend import Asked, EngineBackend
 class Yardstick:
     """Takes the place of an engine in `run`, `batch` or `session`, and counts; as text, one line to print.
 
-    Less than the `ideal` is computed ("<=") where the cache had some of it before, or what was asked was cancelled.
+    Less than the `ideal` is computed ("<=") where the cache had some of it: from before, or in a page that stayed for
+    its beginning; and where what was asked was cancelled.
 
     `ideal` is the number of nodes in the token trie of all that was given: prompts, appended text, templates, options.
     What was generated does not count, even if somebody else gives it; but for the end of a generation, which was not
@@ -60,8 +61,8 @@ class Yardstick:
         sign = "==" if self.computed == self.ideal else "<=" if self.computed < self.ideal else "!="
         return f"computed {self.computed:,} {sign} ideal {self.ideal:,}; {self.shared:,} tokens shared"
 
-    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int, cache: CacheUse) -> Handle:
-        handle = self._backend.submit(tokens, params, namespace, priority=priority, cache=cache)
+    def submit(self, tokens: list[int], params: Asked, namespace: str, *, priority: int) -> Handle:
+        handle = self._backend.submit(tokens, params, namespace, priority=priority)
         self._begin(handle, [], [], tokens, namespace)
         return handle
 

@@ -109,12 +109,12 @@ class RadixCache:
         """Return how many leading tokens are cached. Pure."""
         return self._lookup.match(as_tokens(tokens), namespace).length
 
-    def nearest(self, tokens: Tokens, namespace: str = "") -> IntArray:
-        """Return the cached tokens that agree furthest with these, up to the end of the page in which they part. Pure.
+    def behind(self, tokens: Tokens, namespace: str = "") -> list[IntArray]:
+        """Return every cached sequence that begins with these tokens, to its end. Pure.
 
-        Both memories; not what live sequences have beyond their full pages.
+        In both memories; without what live sequences have beyond their full pages. O(what it returns).
         """
-        return self._lookup.nearest(as_tokens(tokens), namespace)
+        return self._lookup.behind(as_tokens(tokens), namespace)
 
     def explain(self, tokens: Tokens, namespace: str = "") -> Explanation:
         """Say how far `tokens` hit, what continues there instead, and whether the rest was evicted. Pure."""

@@ -59,13 +59,11 @@ class Lookup:
             return walk.page_ids
         return np.append(walk.page_ids, np.int32(beside.page))
 
-    def nearest(self, wanted: IntArray, namespace: str) -> IntArray:
-        """Return the cached tokens that agree furthest with `wanted`, up to the end of the page in which they part."""
+    def behind(self, wanted: IntArray, namespace: str) -> list[IntArray]:
+        """Return every cached sequence that begins with `wanted` and goes on, to its end."""
         walk = self._tree.walk(self._tree.root(namespace), 0, wanted, 0)
         stop = len(walk.page_ids) * self._tree.page_size
-        beside = self._tree.next_page(walk, wanted[stop:]) if stop < len(wanted) else None
-        there = beside.tokens if beside is not None and beside.agreed else EMPTY
-        return np.concatenate([wanted[:stop], there])
+        return [np.concatenate([wanted[:stop], rest]) for rest in self._tree.behind(walk, wanted[stop:])]
 
     def explain(self, wanted: IntArray, namespace: str) -> Explanation:
         """Say where the match ends and why."""

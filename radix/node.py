@@ -6,6 +6,7 @@ Knows nothing of reference counts or eviction; the tree keeps the invariants.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 
 from sortedcontainers import SortedList
 
@@ -112,3 +113,7 @@ class Children:
         before = next(self._keys.irange(maximum=key, inclusive=(True, False), reverse=True), None)
         agreed, best = max((key_agreement(key, other), other) for other in (before, after) if other is not None)
         return self.nodes[best], agreed
+
+    def beginning_with(self, key: bytes) -> list[Node]:
+        """Return the children whose first page begins with the tokens of `key`, in order. O(log n) and each."""
+        return [self.nodes[other] for other in takewhile(lambda k: k.startswith(key), self._keys.irange(minimum=key))]

@@ -134,6 +134,22 @@ class RadixTree:
             return None
         return NextPage(node, index, agreed, int(node.pages.view[index]), self._page_tokens(node, index))
 
+    def behind(self, walk: Walk, rest: IntArray) -> Iterator[IntArray]:
+        """Yield the tokens that follow a walk up to each leaf, where they begin with `rest`. O(what it yields)."""
+        node, begun = walk.node, walk.node.tokens.view[walk.offset :]
+        if not len(begun) and node.children is not None:
+            beside = node.children.beginning_with(page_key(rest, 0, len(rest)))
+            found = [(child, child.tokens.view) for child in beside]
+        else:
+            is_there = node.parent is not None and agreement(begun, rest) == len(rest)
+            found = [(node, begun)] if is_there else []
+        while found:
+            node, tokens = found.pop()
+            if node.children is None:
+                yield tokens
+            for child in node.children or ():
+                found.append((child, np.concatenate([tokens, child.tokens.view])))
+
     def path_to(self, page: int) -> Iterator[IntArray]:
         """Yield the pages that come before `page` on its path, a node's share at a time."""
         node = self.node_of(page)

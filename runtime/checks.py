@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 from types import FunctionType
 from typing import Any, NoReturn
 
@@ -66,6 +66,13 @@ def instance(field: str, given: Any, kind: Any, allowed: str) -> Any:
     """`given`, if it is a `kind`: a class, or one of several."""
     if isinstance(given, kind):
         return given
+    refuse(field, given, allowed)
+
+
+def items(field: str, given: object, allowed: str) -> list[Any]:
+    """The items of `given` in its order: a set has none, and the letters of a text are seldom meant."""
+    if isinstance(given, Iterable) and not isinstance(given, (str, bytes, set, frozenset)):
+        return list(given)
     refuse(field, given, allowed)
 
 

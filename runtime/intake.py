@@ -109,7 +109,7 @@ class Intake:
             child.seed = sequence.seed
         child.high_water = min(child.high_water, at) if choice not in parent.ended else 0
         child.num_branches = given.num_branches
-        child.found_len = at
+        child.found_len = at if choice not in parent.ended else 0  # what that kept is found again
         if at < sequence.num_tokens and at % self._page_size:
             child.cut_off = sequence.tokens[: -(-at // self._page_size) * self._page_size].copy()
         child.constraint = self._fork_constraint(parent, choice, params, at=at, extra_len=len(extra))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from radixrt.radix import RadixCache, agreement
+from radixrt.radix import RadixCache
 
 from .beams import Hypothesis
 from .owners import Owners
@@ -67,12 +67,14 @@ class Liveness:
             for branch in request.branches[: len(request.paths)]:
                 kept = branch.output_start if request.cache == "prompt" else branch.found_len
                 self.owners.keep(branch, kept)
-                self._drop(branch.tokens, kept, branch.namespace)
+                self._drop(branch.tokens, branch.output_start, branch.namespace)
+                kept = max(kept, self.owners.owned_len(branch.tokens, branch.namespace))
+                self._cache.drop(branch.tokens, kept, branch.namespace)
 
     def released(self, request: Request) -> None:
         """A request that owns nothing any more: what was generated for it, or for those that it was forked from.
 
-        What callers gave stays, as far as nothing comes before it that was generated for nobody who is left.
+        What callers gave stays as long as nothing comes before it that was generated for nobody who is left.
         """
         for branch in request.branches:
             self._drop_cut_off(branch)
@@ -95,11 +97,11 @@ class Liveness:
             sequence.cut_off = None
 
     def _drop(self, tokens: TokenArray, keep_len: int, namespace: str) -> None:
-        """Of these tokens what nobody owns or holds after the first `keep_len` will not be used again.
+        """Of these tokens what nobody owns or holds after the first `keep_len` is dead, and all that lies behind it.
 
-        Nor will what follows any of that in the page in which they part: it had stayed for them.
+        The first that is dead was generated: who gives it in a prompt of his own shares its fate.
         """
         keep_len = max(keep_len, self.owners.owned_len(tokens, namespace))
-        while agreement(there := self._cache.nearest(tokens, namespace), tokens) > keep_len:
-            if not self._cache.drop(there, keep_len, namespace):
-                return
+        if keep_len < len(tokens):
+            for dead in self._cache.behind(tokens[: keep_len + 1], namespace):
+                self._cache.drop(dead, keep_len, namespace)

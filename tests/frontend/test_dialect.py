@@ -45,7 +45,7 @@ def test_a_server_that_does_not_stream_answers_all_the_same() -> None:
 def test_deltas_add_up() -> None:
     with serving() as server, rx.connect(server.url, model="hash") as backend:
         params = rx.SamplingParams(max_tokens=30, seed=0, stop="a")
-        handle = backend.submit(list(b"begin"), params, "", priority=0, cache="all")
+        handle = backend.submit(list(b"begin"), params, "", priority=0)
         events: list[Any] = []
         while not backend.is_idle:
             events += backend.step()
@@ -121,7 +121,7 @@ GRAMMARS = [
 
 def ask(backend: UrlBackend, grammar: rx.Grammar, max_tokens: int = 60, seed: int = 0) -> Any:
     params = rx.SamplingParams(max_tokens=max_tokens, seed=seed, grammar=grammar)
-    backend.submit(list(b"begin"), params, "", priority=0, cache="all")
+    backend.submit(list(b"begin"), params, "", priority=0)
     while True:
         for event in backend.step():
             if hasattr(event, "output"):

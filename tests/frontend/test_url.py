@@ -365,7 +365,7 @@ def test_closing_ends_what_runs(server: Server) -> None:
 def test_forks_of_one_request_are_their_own(server: Server) -> None:
     params = rx.SamplingParams(max_tokens=4, seed=0)
     with rx.connect(server.url) as backend:
-        parent = backend.submit(list(b"begin"), params, "", priority=0, cache="all")
+        parent = backend.submit(list(b"begin"), params, "", priority=0)
         backend.abort(parent)
         children = backend.fork(parent, 3, params, text=list(b" so"), at=5)
         while not backend.is_idle:

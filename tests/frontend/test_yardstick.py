@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import radixrt as rx
+from radixrt.frontend.program import Program
 from radixrt.frontend.testing import Body, plain, programs
 from radixrt.runtime import Engine, FinishEvent, Grammar, Handle, SamplingParams
 from radixrt.runtime.testing import ByteTokenizer, HashModel
@@ -65,7 +66,7 @@ def test_without_a_cache_more_is_computed() -> None:
 
 def ask(yardstick: rx.Yardstick, text: str, params: SamplingParams) -> tuple[Handle, str]:
     """A request's handle and text, once it has ended."""
-    handle = yardstick.submit(list(text.encode()), params, "", priority=0, cache="all")
+    handle = yardstick.submit(list(text.encode()), params, "", priority=0)
     while True:
         for event in yardstick.step():
             if isinstance(event, FinishEvent):
@@ -94,6 +95,54 @@ class TestWhatWasGenerated:
         assert text in ("Yes", "No!")
         ask(yardstick, f"begin{text}a", SamplingParams(max_tokens=1))
         assert (yardstick.computed, yardstick.ideal) == ((9, 9) if logprobs is None else (7, 7))
+
+
+QUESTION = " Is that good, or rather bad?"
+
+
+@rx.program
+def asked_in_a_scratch(s: rx.State) -> None:
+    with s.scratch() as aside:
+        aside += QUESTION
+        aside.gen(max_tokens=4)
+
+
+@rx.program
+def asked_and_rewound(s: rx.State) -> None:
+    mark = s.mark()
+    s += QUESTION
+    s.gen(max_tokens=4)
+    s.rewind(mark)
+
+
+@rx.program
+def chosen(s: rx.State) -> None:
+    s.choose(["good", "bad"])
+
+
+@rx.program
+def pinned(s: rx.State) -> None:
+    s.pin()
+    s += QUESTION
+    s.gen(max_tokens=4)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("behind", [asked_in_a_scratch, asked_and_rewound, chosen, pinned])
+def test_nothing_stays_behind_what_a_program_generated(
+    make_engine: MakeEngine, page_size: int, behind: Program[[], None, None]
+) -> None:
+    """Whatever ended first: the text behind it was given, but nobody will come by there again."""
+
+    @rx.program
+    def body(s: rx.State) -> None:
+        s += "begin"
+        s.gen(max_tokens=4)
+        behind(s)
+
+    engine = make_engine(page_size=page_size)
+    body.run(engine)
+    assert engine.stats().cache.num_cached == -(-len("begin") // page_size)
 
 
 @given(programs(), st.sampled_from([1, 4, 16]))

@@ -17,7 +17,6 @@ from radixrt.radix import (
     PageTable,
     RadixCache,
     WritePlan,
-    agreement,
 )
 
 
@@ -404,21 +403,20 @@ def test_pages_a_follower_holds_without_their_path_are_not_counted_evictable() -
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4])
-def test_the_nearest_goes_on_to_the_end_of_its_page(page_size: int) -> None:
-    cache = RadixCache(num_pages=64, page_size=page_size)
+def test_all_that_lies_behind_a_prefix_is_found(page_size: int) -> None:
+    cache = RadixCache(num_pages=128, page_size=page_size)
     rng = np.random.default_rng(page_size)
-    there = [rng.integers(0, 3, rng.integers(1, 9)).tolist() for _ in range(12)]
+    there = [rng.integers(0, 3, rng.integers(1, 9)).tolist() for _ in range(20)]
     for tokens in there:
         put(cache, tokens, tail=True)
     put(cache, [0, 1, 2] * 3, "other", tail=True)
-    for _ in range(100):
-        wanted = rng.integers(0, 3, rng.integers(0, 10)).tolist()
-        nearest = cache.nearest(wanted)
-        assert agreement(nearest, np.array(wanted)) == cache.peek(wanted), "nothing agrees further"
-        assert any(tokens[: len(nearest)] == nearest.tolist() for tokens in there)
-        assert len(nearest) - cache.peek(wanted) < page_size
-        assert len(nearest) % page_size == 0 or nearest.tolist() in there
-    assert cache.nearest([9]).tolist() == cache.nearest([0], "empty").tolist() == []
+    ends = [tokens for tokens in there if not any(o[: len(tokens)] == tokens and o != tokens for o in there)]
+    for _ in range(200):
+        wanted = rng.integers(0, 3, rng.integers(0, 7)).tolist()
+        found = [tokens.tolist() for tokens in cache.behind(wanted)]
+        assert sorted(found) == sorted({tuple(t): t for t in ends if t[: len(wanted)] == wanted}.values())
+    assert cache.behind([9]) == cache.behind([], "empty") == []
+    assert [len(tokens) for tokens in cache.behind([], "other")] == [9]
 
 
 # All or nothing.

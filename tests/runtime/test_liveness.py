@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from radixrt.radix import agreement
 from radixrt.runtime import BeamParams, Engine, FinishEvent, Handle, InvalidRequest, Output, SamplingParams, ScoreParams
 from radixrt.runtime.owners import Owners
 from radixrt.runtime.testing import HashModel
@@ -113,6 +112,23 @@ class TestRelease:
             engine.release(child)
             assert engine.stats().counters.decoded == num_decoded
 
+    @pytest.mark.parametrize("page_size", [1, 4])
+    @pytest.mark.parametrize("is_first", [False, True])
+    def test_takes_along_what_others_gave_behind_it(
+        self, make_engine: MakeEngine, page_size: int, *, is_first: bool
+    ) -> None:
+        """In a fork's text or a prompt of their own; but a prompt that is there after it makes given text of it all."""
+        engine = make_engine(page_size=page_size)
+        output = engine.generate([[1] * 8], GREEDY)[0]
+        (child,) = engine.fork(output.handle, params=GREEDY, text=[7] * 6)
+        scored = engine.submit([1] * 8 + list(output.choices[0].token_ids) + [5] * 3, ScoreParams(start=17))
+        finish(engine)
+        others = [child, scored]
+        for handle in [output.handle, *others] if is_first else [*others, output.handle]:
+            engine.release(handle)
+        whole = nodes([[1] * 8 + [2] * 9 + [7] * 6, [1] * 8 + [2] * 9 + [5] * 3], page_size)
+        assert cached(engine) == (whole if is_first else 8 // page_size)
+
     def test_leaves_what_others_gave_behind_a_prompt(self, make_engine: MakeEngine) -> None:
         """In the page in which the prompt ends, too."""
         engine = make_engine(page_size=4)
@@ -162,6 +178,17 @@ def test_what_is_not_worth_keeping_stays_for_who_has_it_too(make_engine: MakeEng
     first = engine.generate([[1] * 8], GREEDY)[0]
     engine.generate([[1] * 8], GREEDY, cache=use)
     assert engine.explain([*first.prompt_token_ids, *first.choices[0].token_ids]).matched == 16
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_what_a_fork_computed_again_is_not_worth_keeping_either(make_engine: MakeEngine, page_size: int) -> None:
+    engine = make_engine(page_size=page_size)
+    parent = engine.submit([1] * 8, GREEDY, cache="none")
+    finish(engine)
+    assert cached(engine) == 0
+    engine.fork(parent, params=GREEDY, text=[7, 7])
+    finish(engine)
+    assert cached(engine) == 0
 
 
 class TestTruncate:
@@ -290,21 +317,12 @@ def test_of_an_aborted_search_the_prompt_stays(make_engine: MakeEngine, steps: i
 
 @given(data=st.data())
 def test_nothing_live_is_lost_and_nothing_dead_stays(data: st.DataObject) -> None:
-    """Whatever is forked, adopted, truncated and released in whatever order, in a pool with room for all.
-
-    But for the text of a fork that is released before those who have what it follows: for them it stays.
-    """
+    """Whatever is forked, adopted, truncated and released in whatever order, in a pool with room for all."""
     page_size = data.draw(st.sampled_from([1, 2, 4]))
     with Engine(HashModel(vocab=4), num_pages=2_000, page_size=page_size, poison=True) as engine:
         handles: list[Handle] = []
-        left: list[list[int]] = []
 
         def release(handle: Handle) -> None:
-            for branch in engine._loop.requests.find(handle).branches:
-                for other in (other for number in handles for other in engine._loop.requests.find(number).branches):
-                    agreed = agreement(branch.tokens, other.tokens)
-                    if other.handle != handle and branch.given_len() < agreed < branch.given_len(agreed):
-                        left.append(branch.tokens[: branch.given_len(agreed)].tolist())
             engine.release(handle)
             handles.remove(handle)
 
@@ -358,5 +376,5 @@ def test_nothing_live_is_lost_and_nothing_dead_stays(data: st.DataObject) -> Non
             engine.check()
         whole = [0, 1, 2, 3, 3, 2, 1, 0]
         longest = engine._loop.cache.peek(whole)
-        assert -(-longest // page_size) <= cached(engine) <= nodes([whole[:longest], *left], page_size)
+        assert cached(engine) == -(-longest // page_size)
         assert all(branch.tokens.tolist()[: branch.given_len()] == whole[: branch.given_len()] for branch in prompts)
