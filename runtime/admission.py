@@ -86,7 +86,7 @@ class Admission:
     def _try_admit(self, plan: StepPlan, sequence: Sequence, match: Match, room: int) -> bool:
         """Open and plan a waiting sequence if its prompt fits, or it must go; otherwise it waits on.
 
-        So it does where this step computes some of its tokens already, but not for who stands where it would.
+        It does too where it would compute what another computes in this step and cannot share.
         """
         if not self._must_go(plan, sequence) and not self._fits(plan, sequence, match, room):
             return False

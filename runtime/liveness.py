@@ -68,6 +68,7 @@ class Liveness:
                 kept = branch.output_start if request.cache == "prompt" else branch.found_len
                 self.owners.keep(branch, kept)
                 self._drop(branch.tokens, branch.output_start, branch.namespace)
+                # Behind what it was given others may have been given more, which stays.
                 kept = max(kept, self.owners.owned_len(branch.tokens, branch.namespace))
                 self._cache.drop(branch.tokens, kept, branch.namespace)
 

@@ -95,9 +95,10 @@ class StepPlan:
         return best
 
     def is_computing(self, namespace: str, start: int, known: Match, tokens: TokenArray) -> bool:
-        """Whether an entry computes of `tokens` what comes after those that are known, and stands elsewhere.
+        """Whether an entry that stands elsewhere than `start` computes what comes after the known part of `tokens`.
 
-        So may one that would run known rows again from `start` on, or one that does. In the next step it is cached.
+        Who runs known rows again, for log-probabilities, stands before those who go on behind them. They can share no
+        row in this step; in the next one it is cached.
         """
         place = self._place(namespace, known.length, known.page_ids)
         if start < known.length and self.leader(namespace, known.length, known.page_ids, tokens) is not None:
@@ -106,7 +107,7 @@ class StepPlan:
         return any(agreement(tokens, other) > known.length for other in others)
 
     def runs_again(self, known: Match) -> None:
-        """The last entry runs rows again that were known."""
+        """The last entry begins with rows that were known."""
         entry = self.entries[-1]
         self._again[self._place(entry.sequence.namespace, known.length, known.page_ids)].append(entry)
 
