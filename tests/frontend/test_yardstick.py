@@ -147,11 +147,13 @@ def test_nothing_stays_behind_what_a_program_generated(
 
 @given(programs(), st.sampled_from([1, 4, 16]))
 def test_a_program_computes_no_more(body: Body, page_size: int) -> None:
-    """Less, where it was cancelled, or gave what another branch had generated."""
+    """Less, where it was cancelled, or gave what another branch had generated. And it leaves no more than it gave."""
     model = HashModel(vocab=128, eos=frozenset({0, 1}))
     engine = Engine(model, tokenizer=ByteTokenizer(), num_pages=512, page_size=page_size)
     yardstick = rx.Yardstick(engine)
     plain.run(yardstick, body)
     assert yardstick.computed <= yardstick.ideal
     assert not yardstick._paths, "every request was released"
+    if page_size == 1:
+        assert engine.stats().cache.num_cached <= len(yardstick._there), "what was given before all that was generated"
     audit(engine)
