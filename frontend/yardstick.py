@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from itertools import compress, count
 
 from radixrt.runtime import Choice, Engine, Event, FinishEvent, Handle, SamplingParams, checks
 
@@ -34,7 +35,7 @@ class Yardstick:
         self._engine = engine
         self._before = engine.stats().counters
         self._children: defaultdict[int | str, dict[int, int]] = defaultdict(dict)  # nodes by parent or root, and token
-        self._num_nodes = 0
+        self._new_nodes = count()
         self._there: set[int] = set()  # nodes that need not be computed again
         self._paths: dict[Handle, list[int]] = {}  # the nodes of each request's tokens
         self._generated: dict[Handle, list[bool]] = {}  # which of them are
@@ -108,7 +109,7 @@ class Yardstick:
         for token_id in tokens:
             siblings = self._children[path[-1] if path else self._roots[handle]]
             if token_id not in siblings:
-                siblings[token_id], self._num_nodes = self._num_nodes, self._num_nodes + 1
+                siblings[token_id] = next(self._new_nodes)
             path.append(siblings[token_id])
         self._generated[handle] += [generated] * (len(path) - begin)
         self._num_paths.update(path[begin:])
@@ -117,8 +118,7 @@ class Yardstick:
     def _end(self, path: list[int], generated: list[bool]) -> None:
         """What was generated for this request, and nobody else has, is gone with all that comes behind it."""
         self._num_paths.subtract(path)
-        gone = [node for node, was_generated in zip(path, generated, strict=True) if was_generated]
-        gone = [node for node in gone if not self._num_paths[node]][:1]
+        gone = [node for node in compress(path, generated) if not self._num_paths[node]][:1]
         while gone:
             node = gone.pop()
             self._there.discard(node)

@@ -60,7 +60,7 @@ class Lookup:
         return np.append(walk.page_ids, np.int32(beside.page))
 
     def behind(self, wanted: IntArray, namespace: str) -> list[IntArray]:
-        """Return every cached sequence that begins with `wanted` and goes on, to its end."""
+        """Return every cached sequence that begins with `wanted`, to its end."""
         walk = self._tree.walk(self._tree.root(namespace), 0, wanted, 0)
         stop = len(walk.page_ids) * self._tree.page_size
         return [np.concatenate([wanted[:stop], rest]) for rest in self._tree.behind(walk, wanted[stop:])]

@@ -24,7 +24,7 @@ class Counters:
     steps: int = 0
     computed: int = 0  # rows of prompt or appended tokens
     decoded: int = 0  # rows of generated tokens fed back, once per branch
-    recomputed_for_logits: int = 0  # the last token of a prompt that was cached whole in an earlier step
+    recomputed_for_logits: int = 0  # the last token of a prompt that was cached whole before, or of what was cut
     recomputed_for_scores: int = 0  # cached rows that ran for log-probabilities which nobody had asked for before
     recomputed_after_preemption: int = 0  # or after a borrowed tail was given up, or a step with a copy failed
     cached: int = 0  # tokens that needed no row of their own: found in the cache or a row of another request
