@@ -4,6 +4,7 @@
 // A layer is one parallel region: new keys and values are written, tasks reduce their pages, and rows that several
 // tasks have read are folded. The parts and their oracle: native/tasks.h, tile.h, tiled_attention.h, ../reference.py.
 
+#include "native/loop.h"
 #include "native/norm.h"
 #include "native/scratch.h"
 #include "native/tasks.h"
@@ -42,10 +43,20 @@ void write_slot(const Step& step, const Call& call, int64_t i, int64_t head) {
     const Element* v = call.v.at<const Element>(step.write_rows[i], head);
     Element* keys = (Element*)call.k_cache + base + offset * PAIR;
     Element* values = (Element*)call.v_cache + base + offset / PAIR * PAIR * call.dim + offset % PAIR;
-    for (int64_t d = 0; d < call.dim; ++d) {
-        keys[d / PAIR * PAIR * step.page_size + d % PAIR] = k[d];
-        values[d * PAIR] = v[d];
-    }
+    for (int64_t d = 0; d < call.dim; d += PAIR) std::memcpy(keys + d * step.page_size, k + d, PAIR * sizeof(Element));
+    for (int64_t d = 0; d < call.dim; ++d) values[d * PAIR] = v[d];
+}
+
+// Where the first group of a task is.
+template <class Cache>
+Positions<Cache> positions_of(const Step& step, const Call& call, const LayerTasks& layer, int64_t task) {
+    using Element = typename Cache::Element;
+    const int64_t cells = layer.cells.size();
+    const Cell& cell = layer.cells[task % cells];
+    const int64_t first_page = step.page_indptr[cell.node], num_pages = step.page_indptr[cell.node + 1] - first_page;
+    return {{(const Element*)call.k_cache, (const Element*)call.v_cache, step.page_ids.data() + first_page, num_pages,
+             call.num_kv_heads, task / cells, __builtin_ctzll(step.page_size), call.dim},
+            cell.begin - step.starts[cell.node]};
 }
 
 // Task i: cell i % cells of head i / cells. Head by head, so that pages which several tasks read stay in the cache.
@@ -78,22 +89,21 @@ void run_task(const Step& step, const Call& call, const LayerTasks& layer, int64
     tile.positions = row_positions;
     tile.template set_queries<Cache>([&](int64_t i) { return call.q.at<const Element>(row_of(i), head_of(i)); });
 
-    const int64_t start = step.starts[cell.node], first_page = step.page_indptr[cell.node];
-    const Run<Cache> run = {(const Element*)call.k_cache, (const Element*)call.v_cache,
-                             step.page_ids.data() + first_page, step.page_indptr[cell.node + 1] - first_page,
-                             call.num_kv_heads, head, __builtin_ctzll(step.page_size), call.dim};
-    // Partials of the first group or of all go to `into`; those of a group that is folded at once to `spare`.
+    // A group's partials are folded into those of the first, or stand behind them.
     Partials into = {results.get<float>(Partials::floats(2 * num_rows, call.dim)), call.dim};
-    const Partials spare = into.from(num_rows);
+    tile.spare = into.from(num_rows);
     if (!cell.completes)
         into.data = merge_data + Partials::floats((head * layer.num_partials + cell.partial) * heads, call.dim);
+    Positions<Cache> here = positions_of<Cache>(step, call, layer, task);
+    const int64_t next_task = task + layer.threads;  // about: tasks of a kind take turns
     for (int64_t first = cell.begin; first < cell.end; first += GROUP) {
+        const bool is_last = first + GROUP >= cell.end;
+        Positions<Cache> next = {here.run, here.first + GROUP};
+        if (is_last && next_task < cells * call.num_kv_heads) next = positions_of<Cache>(step, call, layer, next_task);
         const int64_t length = std::min<int64_t>(GROUP, cell.end - first), group = (first - cell.begin) / GROUP;
         tile.set_limits(first, length, call.window);
-        const Partials out = group == 0 ? into : cell.folds ? spare : into.from(group * num_rows);
-        reduce_group(tile, run, first - start, length, out);
-        if (group > 0 && cell.folds)
-            for (int64_t i = 0; i < num_rows; ++i) fold(into[i], out[i], call.dim);
+        reduce_group(tile, here, length, next, cell.folds ? into : into.from(group * num_rows), cell.folds && group > 0);
+        here = next;
     }
     if (!cell.completes) return;
     for (int64_t i = 0; i < num_rows; ++i)
@@ -117,25 +127,26 @@ void merge_row(const Call& call, const LayerTasks& layer, int64_t i, int64_t hea
 
 template <class Format>
 void attend(Step& step, const Call& call) {
+    constexpr int64_t WRITES = 16, MERGES = 8;  // at a time: about a microsecond
     static thread_local Scratch scratch;
     const LayerTasks& layer = step.tasks({call.window, call.num_heads, call.num_kv_heads, call.dim, call.threads});
     const int64_t heads = call.num_heads / call.num_kv_heads;
     const int64_t kv_heads = call.num_kv_heads, tasks = layer.cells.size() * kv_heads;
     const int64_t writes = step.write_rows.size() * kv_heads, merges = layer.merged.size() * kv_heads;
     float* merge_data = scratch.get<float>(Partials::floats(layer.num_partials * call.num_heads, call.dim));
+    Loop written(writes), reduced(tasks), merged(merges);
 #pragma omp parallel num_threads(layer.threads)
     {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < writes; ++i) write_slot<Format>(step, call, i / kv_heads, i % kv_heads);
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < tasks; ++i) {
+        [[maybe_unused]] const typename Format::Mode mode;
+        written.run(WRITES, [&](int64_t i) { write_slot<Format>(step, call, i / kv_heads, i % kv_heads); });
+        reduced.run(1, [&](int64_t i) {
             const int64_t num_rows = layer.cells[i % layer.cells.size()].num_rows() * heads;
             if (num_rows > Format::MANY) run_task<Format, typename Format::Wide>(step, call, layer, i, merge_data);
             else run_task<Format, Format>(step, call, layer, i, merge_data);
-        }
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < merges; ++i)
+        });
+        merged.run(MERGES, [&](int64_t i) {
             merge_row<Format>(call, layer, i / kv_heads, i % kv_heads, merge_data);
+        });
     }
 }
 

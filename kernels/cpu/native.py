@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import shlex
+import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -130,39 +131,10 @@ def _has_tiles() -> bool:
         return False
 
 
-class _Rows(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64))
-
-
-class _Call(ctypes.Structure):
-    """`Call` in native.cpp."""
-
-    _fields_ = (
-        *((name, _Rows) for name in ("q", "k", "v", "out")),
-        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache")),
-        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "dim", "window")),
-        *((name, ctypes.c_float) for name in ("scale", "softcap")),
-        ("threads", ctypes.c_int32),
-    )
-
-
-class Product(ctypes.Structure):
-    """`Product` in native/product.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "y")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "num_inputs", "num_outputs", "x_stride", "threads")),
-    )
-
-
-class Norm(ctypes.Structure):
-    """`Norm` in native/norm.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "y")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "width", "x_stride", "threads")),
-        ("eps", ctypes.c_float),
-    )
+# The library's arguments, packed as the structures of the same names: ctypes takes ten times as long to fill one.
+_CALL = struct.Struct("@" + 4 * "Pqq" + "2P4q2fi")  # native.cpp
+PRODUCT = struct.Struct("@4P5q")  # native/product.h
+NORM = struct.Struct("@3P4qf")  # native/norm.h
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -172,15 +144,15 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    pointer, packed, int32, int64 = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32, ctypes.c_int64
     library.radixrt_prepare.argtypes = (int64, int32, pointer, pointer)
     library.radixrt_prepare.restype = pointer
     library.radixrt_free.argtypes = (pointer,)
     for dtype in ("float32", "bfloat16"):
         for verb, argtypes in (
-            ("attend", (pointer, ctypes.POINTER(_Call))),
-            ("multiply", (ctypes.POINTER(Product),)),
-            ("normalise", (ctypes.POINTER(Norm),)),
+            ("attend", (pointer, packed)),
+            ("multiply", (packed,)),
+            ("normalise", (packed,)),
         ):
             function = getattr(library, f"radixrt_{verb}_{dtype}")
             function.argtypes, function.restype = argtypes, None
@@ -261,8 +233,8 @@ class NativeAttention:
         softcap: float | None = None,
     ) -> torch.Tensor:
         num_rows, num_heads, dim = q.shape
-        num_kv_heads, page_size, pair = kv.k.shape[1], kv.k.shape[3], kv.k.shape[4]
-        expected = (num_rows, num_kv_heads, kv.k.shape[2] * pair)
+        _, num_kv_heads, pairs, page_size, pair = kv.k.shape
+        expected = (num_rows, num_kv_heads, pairs * pair)
         if (
             (k.shape, v.shape, dim, num_rows, page_size)
             != (expected, expected, expected[2], step.num_rows, step.page_size)
@@ -276,11 +248,16 @@ class NativeAttention:
         if not scale > 0 or (window is not None and window < 1) or (softcap is not None and not softcap > 0):
             raise ValueError(f"scale {scale}, window {window} and softcap {softcap} must be positive")
         q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (q, k, v))
-        out = torch.empty(num_rows, num_heads, dim, dtype=q.dtype)
-        rows = (_Rows(tensor.data_ptr(), tensor.stride(0), tensor.stride(1)) for tensor in (q, k, v, out))
-        caches = (kv.k.data_ptr(), kv.v.data_ptr())
-        sizes = (num_heads, num_kv_heads, dim, _NO_WINDOW if window is None else window)
-        call = _Call(*rows, *caches, *sizes, scale, softcap or 0.0, torch.get_num_threads())
+        out = q.new_empty(num_rows, num_heads, dim)
+        call = _CALL.pack(
+            *(q.data_ptr(), *q.stride()[:2]),
+            *(k.data_ptr(), *k.stride()[:2]),
+            *(v.data_ptr(), *v.stride()[:2]),
+            *(out.data_ptr(), num_heads * dim, dim),
+            *(kv.k.data_ptr(), kv.v.data_ptr()),
+            *(num_heads, num_kv_heads, dim, _NO_WINDOW if window is None else window),
+            *(scale, softcap or 0.0, torch.get_num_threads()),
+        )
         self._attend[q.dtype](step.handle, call)
         return out
 

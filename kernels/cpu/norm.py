@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from .native import Norm, as_rows
+from .native import NORM, as_rows
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -29,7 +29,7 @@ class NativeNorm:
         if weight.shape != (width,) or weight.dtype != x.dtype:
             raise ValueError(f"x {list(x.shape)} of {x.dtype} does not fit {list(weight.shape)} of {weight.dtype}")
         rows = as_rows(x)
-        y = torch.empty(x.shape, dtype=x.dtype)
+        y = x.new_empty(x.shape)
         sizes = (rows.shape[0], width, rows.stride(0), torch.get_num_threads())
-        self._normalise[x.dtype](Norm(rows.data_ptr(), weight.data_ptr(), y.data_ptr(), *sizes, eps))
+        self._normalise[x.dtype](NORM.pack(rows.data_ptr(), weight.data_ptr(), y.data_ptr(), *sizes, eps))
         return y

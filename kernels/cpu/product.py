@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from . import native
-from .native import Product, as_rows
+from .native import PRODUCT, as_rows
 
 _WIDTH = 48  # of a panel; WIDTH in native/product.h
 _PAIRS = {torch.float32: 1, torch.bfloat16: 2}
@@ -82,16 +82,10 @@ class NativeProduct:
         if x.shape[-1] != k or x.dtype != panels.dtype or not fits:
             raise ValueError(f"x {list(x.shape)} of {x.dtype} does not fit a weight {n} x {k} of {panels.dtype}")
         rows = as_rows(x)
-        y = torch.empty(*x.shape[:-1], n, dtype=x.dtype)
-        sizes = (rows.shape[0], k, n, rows.stride(0))
-        self._multiply[x.dtype](
-            Product(
-                rows.data_ptr(),
-                panels.data_ptr(),
-                None if bias is None else bias.data_ptr(),
-                y.data_ptr(),
-                *sizes,
-                torch.get_num_threads(),
-            )
+        y = x.new_empty(*x.shape[:-1], n)
+        call = PRODUCT.pack(
+            *(rows.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr()),
+            *(rows.shape[0], k, n, rows.stride(0), torch.get_num_threads()),
         )
+        self._multiply[x.dtype](call)
         return y

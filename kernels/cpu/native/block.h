@@ -48,6 +48,7 @@ struct Tile {
     Weight* q;                // of each block: [dim / PAIR, rows of the block, PAIR]; in units of rows: [rows, depth]
     float* wide;              // [PANEL * dim], for a panel whose cache is in another format
     float* scores;            // [padded rows, GROUP], each row overwritten by its weights: 2^(score - max)
+    Partials spare;           // [num_rows] of a group, before they are folded
     int *low, *high;          // [num_rows] the row reads positions [low, high) of the group
 
     int64_t padded_rows() const { return (num_rows + Format::ROW_UNIT - 1) / Format::ROW_UNIT * Format::ROW_UNIT; }
@@ -70,11 +71,12 @@ struct Tile {
                     std::fill_n(q + (first + r) * depth() + dim, depth() - dim, Weight{});
                     continue;
                 }
-                Weight* to = q + first * dim + r * PAIR;
                 for (int64_t d = 0; d < dim; d += LANES) {
                     Weight lanes[LANES];
-                    Format::to_weights(lanes, Cache::to_float(from + d));
-                    for (int i = 0; i < LANES; ++i) to[(d + i) / PAIR * PAIR * rows + i % PAIR] = lanes[i];
+                    if constexpr (std::is_same_v<Weight, float>) store(lanes, Cache::to_float(from + d));
+                    else Format::to_weights(lanes, Cache::to_float(from + d));
+                    for (int i = 0; i < LANES; i += PAIR)
+                        std::memcpy(q + first * dim + (d + i) * rows + r * PAIR, lanes + i, PAIR * sizeof(Weight));
                 }
             }
         }
@@ -201,44 +203,53 @@ template <class Format, int R, int C, bool MASKED>
     } while (unit < end);
 }
 
-// Turn the scores of a block into weights, and set the maxima and sums of its partials, with outputs of zero. There are
-// two loops, so that no row waits for the row before to be summed.
-template <class Format>
-void soften(const Tile<Format>& tile, const Block& block, Partials out) {
+// Turn the scores of a block into weights, and set the maxima and sums of its partials; `next()` is called after each
+// row. Rows go together through each of the loops, so that none waits for what is reduced across the lanes of another.
+template <class Format, class Next>
+void soften(const Tile<Format>& tile, const Block& block, Partials out, Next&& next) {
     constexpr float LOG2E = 1.44269504f;
     const float scale = (tile.softcap > 0 ? tile.softcap : tile.scale) * LOG2E;
-    const auto begin = [&](int r) { return tile.low[r] / LANES * LANES; };
-    const auto end = [&](int r) { return (tile.high[r] + LANES - 1) / LANES * LANES; };
-    for (int r = block.first; r < block.first + block.rows; ++r) {
-        out[r].max = -INFINITY;
-        out[r].sum = 0;
-        std::fill_n(out[r].out, tile.dim, 0.0f);
-        if (tile.low[r] >= tile.high[r]) continue;
-        float* scores = tile.scores + int64_t{r} * GROUP;
-        if (tile.softcap > 0)
-            for (int i = begin(r); i < end(r); i += LANES)
-                store(scores + i, tanh(load<f32x16>(scores + i) * (tile.scale / tile.softcap)));
-        for (int i = begin(r); i < tile.low[r]; ++i) scores[i] = -INFINITY;
-        for (int i = tile.high[r]; i < end(r); ++i) scores[i] = -INFINITY;
-        const auto larger = [](auto a, auto b) { return a > b ? a : b; };
-        f32x16 most = splat(-INFINITY);
-        for (int i = begin(r); i < end(r); i += LANES) most = larger(load<f32x16>(scores + i), most);
-        out[r].sum = across(most, larger);  // until the next loop
-        out[r].max = out[r].sum * scale;
-    }
-    for (int r = block.first; r < block.first + block.rows; ++r) {
-        if (tile.low[r] >= tile.high[r]) continue;
-        const float* scores = tile.scores + int64_t{r} * GROUP;
-        auto* weights = tile.weights(r);
-        const f32x16 largest = splat(out[r].sum);
-        f32x16 sum = {};
-        for (int i = begin(r); i < end(r); i += LANES) {
-            // Subtracted first: rounding score * scale alone would pass 2^127 for scores from 2^31 on.
-            const f32x16 weight = exp2((load<f32x16>(scores + i) - largest) * scale);
-            sum += weight;
-            Format::to_weights(weights + i, weight);
+    const auto begin_of = [&](int row) { return tile.low[row] / LANES * LANES; };
+    const auto end_of = [&](int row) { return (tile.high[row] + LANES - 1) / LANES * LANES; };
+    for (int first = block.first; first < block.first + block.rows; first += LANES) {
+        const int rows = std::min(LANES, block.first + block.rows - first);
+        f32x16 lanes[LANES];
+        float largest[LANES], sums[LANES];
+        for (int r = 0, row = first; r < rows; ++r, ++row) {
+            lanes[r] = splat(-INFINITY);
+            if (tile.low[row] >= tile.high[row]) continue;
+            float* scores = tile.scores + int64_t{row} * GROUP;
+            const int begin = begin_of(row), end = end_of(row);
+            if (tile.softcap > 0)
+                for (int i = begin; i < end; i += LANES)
+                    store(scores + i, tanh(load<f32x16>(scores + i) * (tile.scale / tile.softcap)));
+            for (int i = begin; i < tile.low[row]; ++i) scores[i] = -INFINITY;
+            for (int i = tile.high[row]; i < end; ++i) scores[i] = -INFINITY;
+            f32x16 most = splat(-INFINITY);
+            for (int i = begin; i < end; i += LANES) most = larger(load<f32x16>(scores + i), most);
+            lanes[r] = most;
         }
-        out[r].sum = across(sum, [](auto a, auto b) { return a + b; });
+        across(lanes, rows, largest, [](auto a, auto b) { return larger(a, b); });
+        for (int r = 0, row = first; r < rows; ++r, ++row, next()) {
+            lanes[r] = f32x16{};
+            if (tile.low[row] >= tile.high[row]) continue;
+            const float* scores = tile.scores + int64_t{row} * GROUP;
+            auto* weights = tile.weights(row);
+            const f32x16 most = splat(largest[r]);
+            f32x16 sum = {};
+            for (int i = begin_of(row), end = end_of(row); i < end; i += LANES) {
+                // Subtracted first: rounding score * scale alone would pass 2^127 for scores from 2^31 on.
+                const f32x16 weight = exp2<Format::ROUNDS>((load<f32x16>(scores + i) - most) * scale);
+                sum += weight;
+                Format::to_weights(weights + i, weight);
+            }
+            lanes[r] = sum;
+        }
+        across(lanes, rows, sums, [](auto a, auto b) { return a + b; });
+        for (int r = 0; r < rows; ++r) {
+            out[first + r].max = largest[r] * scale;
+            out[first + r].sum = sums[r];
+        }
     }
 }
 

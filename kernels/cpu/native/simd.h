@@ -63,20 +63,30 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 #endif
 }
 
-// 2^x for x <= 1, zero below 2^-126; NaN stays NaN. At most 1 ulp off.
+// 2^x for x <= 1, zero below 2^-126; NaN stays NaN. At most 1 ulp off; where COARSE, 2^-13 of the result, a twentieth of
+// what rounding it to bfloat16 may be.
+template <bool COARSE = false>
 inline f32x16 exp2(f32x16 x) {
-    // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits; what is left is in [-0.5, 0.5].
-    const f32x16 shifted = x + 12582912.0f;
-    const f32x16 f = x - (shifted - 12582912.0f);
-    // Least maximal relative error on that range (2e-9) among the polynomials with value 1 at 0.
-    f32x16 p = splat(1.5353362e-4f);
-    p = fma(p, f, splat(1.3398875e-3f));
-    p = fma(p, f, splat(9.618437e-3f));
-    p = fma(p, f, splat(5.5503324e-2f));
-    p = fma(p, f, splat(2.4022648e-1f));
-    p = fma(p, f, splat(6.931472e-1f));
+    // Adding 1.5 * 2^23 + 127 rounds to an integer and leaves the exponent in the low bits; what is left is in
+    // [-0.5, 0.5].
+    const f32x16 shifted = x + 12583039.0f;
+    const f32x16 f = x - (shifted - 12583039.0f);
+    // Least maximal relative error on that range (2e-9, 1e-4) among the polynomials with value 1 at 0.
+    f32x16 p;
+    if constexpr (COARSE) {
+        p = splat(5.5008933e-2f);
+        p = fma(p, f, splat(2.4221097e-1f));
+        p = fma(p, f, splat(6.932829e-1f));
+    } else {
+        p = splat(1.5353362e-4f);
+        p = fma(p, f, splat(1.3398875e-3f));
+        p = fma(p, f, splat(9.618437e-3f));
+        p = fma(p, f, splat(5.5503324e-2f));
+        p = fma(p, f, splat(2.4022648e-1f));
+        p = fma(p, f, splat(6.931472e-1f));
+    }
     p = fma(p, f, splat(1.0f));
-    const f32x16 scaled = p * (f32x16)(((u32x16)shifted << 23) + 0x3F800000u);
+    const f32x16 scaled = p * (f32x16)((u32x16)shifted << 23);
     return x < -126.0f ? f32x16{} : scaled;
 }
 
@@ -88,15 +98,47 @@ inline f32x16 tanh(f32x16 x) {
     return (f32x16)((u32x16)result | ((u32x16)x & 0x80000000u));
 }
 
-// Reduce across lanes, halving the vector, always in the same order. A call, because where it is inlined GCC keeps the
-// vector in memory through the loop before.
+template <class T>
+inline T larger(T a, T b) { return a > b ? a : b; }
+
+// Reduce across lanes, halving the vector, always in the same order.
 template <class Combine>
-[[gnu::noinline]] float across(f32x16 v, Combine combine) {
+inline float across(f32x16 v, const Combine& combine) {
     typedef float f32x8 __attribute__((vector_size(32)));
     typedef float f32x4 __attribute__((vector_size(16)));
-    const f32x8 eight = combine(load<f32x8>(&v), load<f32x8>((const float*)&v + 8));
-    const f32x4 four = combine(load<f32x4>(&eight), load<f32x4>((const float*)&eight + 4));
-    return combine(combine(four[0], four[2]), combine(four[1], four[3]));
+    const f32x8 eight = combine(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7),
+                                __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+    const f32x4 four = combine(__builtin_shufflevector(eight, eight, 0, 1, 2, 3),
+                               __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
+    const f32x4 two = combine(four, __builtin_shufflevector(four, four, 2, 3, 0, 1));
+    return combine(two[0], two[1]);
+}
+
+// The same for each of `count` vectors, at most 16, into to[16]: many are halved together. Vectors are overwritten.
+template <class Combine>
+inline void across(f32x16 (&v)[LANES], int count, float* to, const Combine& combine) {
+    if (count <= 4) {
+        for (int i = 0; i < count; ++i) to[i] = across(v[i], combine);
+        return;
+    }
+    // Vector i has the halves of v[2i] and v[2i + 1], then quarters of four, eighths of eight, and at last one lane of each.
+    UNROLL for (int i = 0; i < 8; ++i)
+        v[i] = combine(
+            __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+            __builtin_shufflevector(v[2 * i], v[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+    UNROLL for (int i = 0; i < 4; ++i)
+        v[i] = combine(
+            __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+            __builtin_shufflevector(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
+    UNROLL for (int i = 0; i < 2; ++i)
+        v[i] = combine(
+            __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+            __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
+    // Lane 4i + j is of vector 4j + i.
+    const f32x16 all = combine(
+        __builtin_shufflevector(v[0], v[1], 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30),
+        __builtin_shufflevector(v[0], v[1], 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31));
+    store(to, __builtin_shufflevector(all, all, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
 }
 
 struct bfloat16 {
@@ -104,7 +146,11 @@ struct bfloat16 {
 };
 
 inline f32x16 widen(const bfloat16* from) {
+#if defined(__AVX512F__)
+    return (f32x16)(u32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(from)), 16);
+#else
     return (f32x16)(__builtin_convertvector(load<u16x16>(from), u32x16) << 16);
+#endif
 }
 
 // To the nearest bfloat16, ties to even; NaN stays NaN.
@@ -126,13 +172,14 @@ inline void from_float(bfloat16* to, f32x16 v) { narrow(to, v); }
 // An element format says how the cache pairs elements that are summed over, and how 16 lanes of such pairs are
 // multiplied and added: `dot(weights, cached, sums)` adds weights * cached, over the elements of a pair in order, to
 // sums [CHAINS, rows, vectors]; with two CHAINS, each element of a pair has a sum of its own. Weights (queries and
-// probabilities) are kept as Weight, cached elements as Element. A tile of more than MANY rows is computed as Wide
+// probabilities) are kept as Weight, which ROUNDS them or not, cached elements as Element. A tile of more than MANY rows is computed as Wide
 // instead. Rows and their elements are filled up to whole units. While a Mode lives, the format's arithmetic holds.
 struct Float32 {
     using Element = float;
     using Weight = float;
     using Wide = Float32;
     struct Mode {};
+    static constexpr bool ROUNDS = false;
     static constexpr int MANY = 0;
     static constexpr int PAIR = 1, CHAINS = 1, ROW_UNIT = 1, DEPTH_UNIT = 1;
     using Cached = f32x16;
@@ -161,6 +208,7 @@ struct BFloat16 {
 #if defined(RADIXRT_BF16_DOT)
     using Weight = bfloat16;
     using Wide = BFloat16;
+    static constexpr bool ROUNDS = true;
     template <int ROWS, int COLS>
     static void dot(const Weight* weights, int64_t stride, const Cached (&cached)[COLS],
                     f32x16 (&sums)[1][ROWS][COLS]) {
@@ -174,6 +222,7 @@ struct BFloat16 {
 #else
     using Weight = float;
     using Wide = Float32;
+    static constexpr bool ROUNDS = false;
     template <int COUNT, int ROWS, int COLS>
     static void dot(const Weight* weights, int64_t stride, const Cached (&cached)[COLS],
                     f32x16 (&sums)[COUNT][ROWS][COLS]) {

@@ -27,6 +27,17 @@ struct Run {
     }
 };
 
+// Positions of a run from one on.
+template <class Format>
+struct Positions {
+    Run<Format> run;
+    int64_t first;
+
+    const typename Format::Element* at(const typename Format::Element* cache, int64_t i, int64_t elements) const {
+        return run.at(cache, first + i, elements);
+    }
+};
+
 // Add the weighted values of one panel to the outputs of a block: together where all of its rows read whole units, and
 // row by row at the ends, so that each row takes its positions in order.
 template <class Format, int C>
@@ -71,37 +82,38 @@ inline void widen_values(float* to, const bfloat16* values, int64_t dim) {
         }
 }
 
-// Reduce positions [first, first + length) of the run for all rows of the tile, whose limits are set.
+// Reduce the first `length` positions, a group, for all rows of the tile, whose limits are set, and put the partials
+// into `into`, or fold them. `next` will be reduced after them.
 template <class Format, class Cache>
-void reduce_group(const Tile<Format>& tile, const Run<Cache>& run, int64_t first, int length, Partials out) {
+void reduce_group(const Tile<Format>& tile, const Positions<Cache>& here, int length, const Positions<Cache>& next,
+                  Partials into, bool folds) {
+    const Partials out = folds ? tile.spare : into;
     constexpr bool IS_WIDENED = !std::is_same_v<Format, Cache>;
     constexpr int PIECES = PANEL / PIECE;
     const int width = tile.width();
     const typename Format::Element* pieces[PIECES];
-    const int64_t page_size = IS_WIDENED ? PANEL : run.page_size();
+    const int64_t page_size = IS_WIDENED ? PANEL : here.run.page_size();
     Ahead ahead = {{}, sizeof(typename Cache::Element), 0, 31 - __builtin_clz(tile.num_blocks)};
     // Fetch this panel next: within a page from its beginning on, whatever the order inside. And one line of each page
     // of the panel behind it, so that its address is translated by then (10 % where pages lie anywhere in memory).
-    const auto fetch = [&](const typename Cache::Element* cache, int panel) {
+    const auto fetch = [&](const Positions<Cache>& from, const typename Cache::Element* cache, int panel) {
         for (int i = 0; i < PIECES; ++i) {
-            const int64_t position = first + panel + i * PIECE;
-            ahead.pieces[i] = (const char*)run.at(cache, position, run.dim);
-            __builtin_prefetch(run.at(cache, position + PANEL, run.dim), 0, 2);
+            ahead.pieces[i] = (const char*)from.at(cache, panel + i * PIECE, tile.dim);
+            __builtin_prefetch(from.at(cache, panel + PANEL + i * PIECE, tile.dim), 0, 2);
         }
     };
-    [[maybe_unused]] const typename Format::Mode mode;
     for (int panel = 0; panel < length; panel += PANEL) {
         for (int i = 0; i < PIECES; ++i) {
-            const auto* keys = run.at(run.keys, first + panel + i * PIECE, Cache::PAIR);
+            const auto* keys = here.at(here.run.keys, panel + i * PIECE, Cache::PAIR);
             if constexpr (IS_WIDENED) {
-                widen_keys(tile.wide + i * PIECE, keys, run.page_size(), tile.dim);
+                widen_keys(tile.wide + i * PIECE, keys, here.run.page_size(), tile.dim);
                 pieces[i] = tile.wide + i * PIECE;
             } else {
                 pieces[i] = keys;
             }
         }
         const bool is_last = panel + PANEL >= length;
-        fetch(is_last ? run.values : run.keys, is_last ? 0 : panel + PANEL);
+        fetch(here, is_last ? here.run.values : here.run.keys, is_last ? 0 : panel + PANEL);
         for (int b = 0; b < tile.num_blocks; ++b) {
             const Block& block = tile.blocks[b];
             if (block.low >= panel + PANEL || block.high <= panel) continue;
@@ -118,10 +130,11 @@ void reduce_group(const Tile<Format>& tile, const Run<Cache>& run, int64_t first
             });
         }
     }
-    for (int b = 0; b < tile.num_blocks; ++b) soften(tile, tile.blocks[b], out);
+    for (int b = 0; b < tile.num_blocks; ++b) soften(tile, tile.blocks[b], out, [] {});
+    for (int row = 0; row < tile.num_rows; ++row) std::fill_n(out[row].out, tile.dim, 0.0f);
     for (int panel = 0; panel < length; panel += PANEL) {
         for (int i = 0; i < PIECES; ++i) {
-            const auto* values = run.at(run.values, first + panel + i * PIECE, run.dim);
+            const auto* values = here.at(here.run.values, panel + i * PIECE, tile.dim);
             if constexpr (IS_WIDENED) {
                 widen_values(tile.wide + i * PIECE * tile.dim, values, tile.dim);
                 pieces[i] = tile.wide + i * PIECE * tile.dim;
@@ -130,7 +143,8 @@ void reduce_group(const Tile<Format>& tile, const Run<Cache>& run, int64_t first
             }
         }
         const bool is_last = panel + PANEL >= length;
-        fetch(is_last ? run.keys : run.values, is_last ? GROUP : panel + PANEL);
+        if (is_last) fetch(next, next.run.keys, 0);
+        else fetch(here, here.run.values, panel + PANEL);
         for (int64_t d = 0; d < tile.dim; d += width * LANES)
             with_constant<COLS>(std::min<int64_t>((tile.dim - d) / LANES, width), [&](auto c) {
                 for (int b = 0; b < tile.num_blocks; ++b) {
@@ -139,6 +153,7 @@ void reduce_group(const Tile<Format>& tile, const Run<Cache>& run, int64_t first
                 }
             });
     }
+    for (int row = 0; folds && row < tile.num_rows; ++row) fold(into[row], out[row], tile.dim);
 }
 
 }  // namespace radixrt

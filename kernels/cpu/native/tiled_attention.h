@@ -65,69 +65,101 @@ inline void multiply_tiles(Operand a, const Operand (&b)[C], int num_chunks, con
 // A group's keys or values of one head, as tiles are read: with one stride, whatever the page size. Keys are copied
 // where a page is narrower than a tile or the head no multiple of a chunk; values always.
 struct Group {
-    using Cache = Run<PairedBFloat16>;
-
-    const Cache& run;
-    int64_t first;     // position of the run
+    const Positions<PairedBFloat16>& positions;
     int64_t depth;     // the head's dimension filled up to whole chunks
     bfloat16 *values;  // [GROUP / 2, dim, 2]
     bfloat16 *keys;    // [depth / 2, GROUP, 2], where they are copied
 
-    bool copies_keys() const { return run.page_size() < EDGE || run.dim < depth; }
-    int64_t piece() const { return std::min<int64_t>(run.page_size(), GROUP); }
+    const Run<PairedBFloat16>& run() const { return positions.run; }
+    int64_t dim() const { return run().dim; }
+    bool copies_keys() const { return run().page_size() < EDGE || dim() < depth; }
 
     Operand keys_at(int position) const {
         if (copies_keys()) return {keys + position * 2, GROUP * 4};
-        return {run.at(run.keys, first + position, 2), run.page_size() * 4};
+        return {positions.at(run().keys, position, 2), run().page_size() * 4};
     }
-    Operand values_at(int position, int64_t d) const { return {values + position * run.dim + d * 2, run.dim * 4}; }
+    Operand values_at(int position, int64_t d) const { return {values + position * dim() + d * 2, dim() * 4}; }
 
-    // Copy what has to be, of positions [0, end), with zeros behind the values up to the end of a chunk. The next group
-    // is fetched meanwhile.
+    // Copy what has to be, of positions [0, end), with zeros behind the values up to the end of a chunk.
     void copy(int end) const {
-        for (int at = 0; at < end; at += piece()) {
-            const bfloat16* from = run.at(run.values, first + at, run.dim);
-            const bfloat16* next_values = run.at(run.values, first + GROUP + at, run.dim);
-            const bfloat16* next_keys = run.at(run.keys, first + GROUP + at, run.dim);
-            for (int64_t i = 0; i < piece() * run.dim; i += CHUNK) {
-                store(values + at * run.dim + i, load<u32x16>(from + i));
-                __builtin_prefetch(next_values + i, 0, 2);
-                __builtin_prefetch(next_keys + i, 0, 2);
-            }
+        const int64_t page_size = run().page_size();
+        for (int at = 0; at < end; at += page_size) {
+            const bfloat16* from = positions.at(run().values, at, dim());
+            for (int64_t i = 0; i < page_size * dim(); i += CHUNK)
+                store(values + at * dim() + i, load<u32x16>(from + i));
         }
         clear(end, (end + CHUNK - 1) / CHUNK * CHUNK);
         if (!copies_keys()) return;
         for (int at = 0; at < end; at += PIECE) {
-            const bfloat16* from = run.at(run.keys, first + at, 2);
-            for (int64_t d = 0; d < run.dim; d += 2)
-                store(keys + d * GROUP + at * 2, load<u32x8>(from + d * run.page_size()));
+            const bfloat16* from = positions.at(run().keys, at, 2);
+            for (int64_t d = 0; d < dim(); d += 2)
+                store(keys + d * GROUP + at * 2, load<u32x8>(from + d * page_size));
         }
-        std::fill_n(keys + run.dim * GROUP, (depth - run.dim) * GROUP, bfloat16{});
+        std::fill_n(keys + dim() * GROUP, (depth - dim()) * GROUP, bfloat16{});
     }
 
     // Zeros in place of the values of positions [begin, end).
     void clear(int begin, int end) const {
         for (int i = begin; i < end; ++i)
-            for (int64_t d = 0; d < run.dim; ++d) values[i / 2 * 2 * run.dim + d * 2 + i % 2] = {};
+            for (int64_t d = 0; d < dim(); ++d) values[i / 2 * 2 * dim() + d * 2 + i % 2] = {};
     }
 
     // No value of the chunk at this position is infinite or NaN.
     bool is_finite(int position) const {
         uint32_t broken = 0;
-        for (const bfloat16 *i = values + position * run.dim, *end = i + CHUNK * run.dim; i < end; ++i)
+        for (const bfloat16 *i = values + position * dim(), *end = i + CHUNK * dim(); i < end; ++i)
             broken |= (i->bits & 0x7F80u) == 0x7F80u;
         return !broken;
     }
 };
 
-// Rows [first, first + num_rows) of a tile, at most 32, whose sums are [32, dim], with as much to spare behind them.
+// Fetches the positions that are reduced next, a few lines at a time while vectors turn scores into weights: all at
+// once, their lines keep those waiting that tiles are loaded from.
+class NextGroup {
+   public:
+    NextGroup(const Positions<PairedBFloat16>& next, int64_t num_calls) : next_(next), num_calls_(num_calls) {
+        const Run<PairedBFloat16>& run = next.run;
+        end_ = std::min<int64_t>((run.num_pages << run.page_shift) - next.first, GROUP) * run.dim;
+    }
+
+    // A share of them: one of `num_calls` calls.
+    void operator()() {
+        const Run<PairedBFloat16>& run = next_.run;
+        const int64_t page = run.page_size() * run.dim, until = end_ * ++calls_ / num_calls_;
+        while (done_ < until) {
+            const int64_t begin = done_ / page * page, stop = std::min(until - begin, page);
+            const bfloat16* keys = next_.at(run.keys, begin / run.dim, 2);
+            const bfloat16* values = next_.at(run.values, begin / run.dim, run.dim);
+            for (int64_t i = done_ - begin; i < stop; i += CHUNK, done_ += CHUNK) {
+                __builtin_prefetch(keys + i, 0, 2);
+                __builtin_prefetch(values + i, 0, 2);
+            }
+        }
+    }
+
+   private:
+    const Positions<PairedBFloat16>& next_;
+    int64_t end_, num_calls_, done_ = 0, calls_ = 0;  // end, done: elements of keys
+};
+
+// Rows [first, first + num_rows) of a tile, at most 32. Their partials are `sums`, with as many to spare behind them.
 struct Side {
-    const Tile<TiledBFloat16>& tile;
+    const Tile<TiledBFloat16> tile;  // whose scores and weights are those of the side alone
     const Group& group;
     int first, num_rows;
-    float* sums;
+    Partials sums;
 
+    Side(const Tile<TiledBFloat16>& all, const Group& group, int first, float* memory)
+        : tile(with_scores(all, all.scores - first * GROUP)), group(group), first(first),
+          num_rows(std::min(2 * EDGE, all.num_rows - first)), sums{memory, all.dim} {}
+
+    static int64_t floats(int64_t dim) { return Partials::floats(4 * EDGE, dim); }
+    static Tile<TiledBFloat16> with_scores(Tile<TiledBFloat16> tile, float* scores) {
+        tile.scores = scores;
+        return tile;
+    }
     int64_t dim() const { return tile.dim; }
+    int64_t stride() const { return Partials::floats(1, dim()) * sizeof(float); }
     // Call f(R) for R = 2 or 1 registers of rows.
     template <class F>
     void with_registers(const F& f) const { with_constant<2>((num_rows + EDGE - 1) / EDGE, f); }
@@ -155,16 +187,17 @@ struct Side {
         }
     }
 
-    // Add the weighted values of chunks [begin, end).
-    void weigh(int begin, int end) const {
+    // Add the weighted values of chunks [begin, end) to what the chunks before came to: `from`, null for nothing.
+    void weigh(int begin, int end, const Partial* from) const {
         const Operand weights = {tile.weights(first) + begin, GROUP * sizeof(float)};
         const int num_chunks = (end - begin) / CHUNK;
         for (int64_t d = 0; d < dim(); d += 2 * EDGE) {
             const Operand values[] = {group.values_at(begin, d), group.values_at(begin, d + EDGE)};
-            float* to = sums + d;
+            const float* before = from ? from->out + d : nullptr;
+            float* to = sums[0].out + d;
             with_registers([&](auto r) {
-                if (d + EDGE < dim()) multiply_tiles<r, 2>(weights, values, num_chunks, to, to, dim() * sizeof(float));
-                else multiply_tiles<r, 1>(weights, {values[0]}, num_chunks, to, to, dim() * sizeof(float));
+                if (d + EDGE < dim()) multiply_tiles<r, 2>(weights, values, num_chunks, before, to, stride());
+                else multiply_tiles<r, 1>(weights, {values[0]}, num_chunks, before, to, stride());
             });
         }
     }
@@ -172,8 +205,8 @@ struct Side {
     // The same for one chunk in which a number is not finite that some rows do not read, since zero times that is NaN:
     // each row alone, with zeros in place of what it does not read.
     void weigh_apart(int position, bfloat16* spare) const {
-        const Group own = {group.run, 0, group.depth, spare, nullptr};
-        const Side apart = {tile, own, first, num_rows, sums + 2 * EDGE * dim()};
+        const Group own = {group.positions, group.depth, spare, nullptr};
+        const Partials apart = sums.from(2 * EDGE);
         for (int row = 0; row < num_rows; ++row) {
             const int low = std::clamp(tile.low[first + row] - position, 0, CHUNK);
             const int high = std::clamp(tile.high[first + row] - position, low, CHUNK);
@@ -181,27 +214,26 @@ struct Side {
             std::memcpy(spare, group.values + position * dim(), CHUNK * dim() * sizeof(bfloat16));
             own.clear(0, low);
             own.clear(high, CHUNK);
-            std::memcpy(apart.sums, sums, 2 * EDGE * dim() * sizeof(float));
             for (int64_t d = 0; d < dim(); d += EDGE) {
                 const Operand weights = {tile.weights(first) + position, GROUP * sizeof(float)};
-                float* to = apart.sums + d;
+                const Operand values[] = {own.values_at(0, d)};
                 with_registers([&](auto r) {
-                    multiply_tiles<r, 1>(weights, {own.values_at(0, d)}, 1, to, to, dim() * sizeof(float));
+                    multiply_tiles<r, 1>(weights, values, 1, sums[0].out + d, apart[0].out + d, stride());
                 });
             }
-            std::memcpy(sums + row * dim(), apart.sums + row * dim(), dim() * sizeof(float));
+            std::memcpy(sums[row].out, apart[row].out, dim() * sizeof(float));
         }
     }
 };
 
-// Reduce positions [first, first + length) of the run for all rows of the tile, whose limits are set.
-inline void reduce_group(const Tile<TiledBFloat16>& tile, const Run<PairedBFloat16>& run, int64_t first, int length,
-                         Partials out) {
-    static thread_local Scratch scratch, accumulators;
+// As for other formats (tile.h).
+inline void reduce_group(const Tile<TiledBFloat16>& tile, const Positions<PairedBFloat16>& here, int length,
+                         const Positions<PairedBFloat16>& next, Partials into, bool folds) {
+    static thread_local Scratch scratch, partials;
     const int64_t dim = tile.dim, depth = tile.depth();
     bfloat16* values = scratch.get<bfloat16>(GROUP * dim + GROUP * depth + CHUNK * dim);
-    const Group group = {run, first, depth, values, values + GROUP * dim};
-    float* sums = accumulators.get<float>(4 * EDGE * dim);
+    const Group group = {here, depth, values, values + GROUP * dim};
+    float* sums = partials.get<float>(Side::floats(dim));
     int all_low = 0, all_high = length, most = 0;
     for (int row = 0; row < tile.num_rows; ++row) {
         all_low = std::max(all_low, tile.low[row]);
@@ -213,10 +245,10 @@ inline void reduce_group(const Tile<TiledBFloat16>& tile, const Run<PairedBFloat
     for (int at = 0; at < most; at += CHUNK)
         if (all_low > at || all_high < std::min(at + CHUNK, most)) is_broken[at / CHUNK] = !group.is_finite(at);
 
-    const PairedBFloat16::Mode mode;
     const Registers registers(tile.num_rows, 6);
+    NextGroup fetch(next, tile.num_rows);
     for (int row = 0; row < tile.num_rows; row += 2 * EDGE) {
-        const Side side = {tile, group, row, std::min(2 * EDGE, tile.num_rows - row), sums};
+        const Side side(tile, group, row, sums);
         int begin = GROUP, end = 0;
         for (int i = row; i < row + side.num_rows; ++i) {
             if (tile.low[i] >= tile.high[i]) continue;
@@ -224,18 +256,23 @@ inline void reduce_group(const Tile<TiledBFloat16>& tile, const Run<PairedBFloat
             end = std::max(end, (tile.high[i] + CHUNK - 1) / CHUNK * CHUNK);
         }
         side.score(begin, end);
-        soften(tile, {row, side.num_rows, 0, 0, 0, 0}, out);
-        if (begin >= end) continue;
-        side.clear(begin, end);
-        std::fill_n(sums, 2 * EDGE * dim, 0.0f);
-        for (int at = begin; at < end; at += CHUNK) {
-            if (!is_broken[at / CHUNK]) continue;
-            side.weigh(begin, at);
-            side.weigh_apart(at, values + GROUP * (dim + depth));
-            begin = at + CHUNK;
+        soften(side.tile, {row, side.num_rows, 0, 0, 0, 0}, side.sums.from(-row), fetch);
+        if (begin < end) {
+            if (all_low > begin || all_high < end) side.clear(begin, end);
+            const Partial* before = nullptr;
+            for (int at = begin; at < end; at += CHUNK) {
+                if (!is_broken[at / CHUNK]) continue;
+                side.weigh(begin, at, before);
+                side.weigh_apart(at, values + GROUP * (dim + depth));
+                begin = at + CHUNK;
+                before = &side.sums[0];
+            }
+            side.weigh(begin, end, before);
         }
-        side.weigh(begin, end);
-        for (int i = 0; i < side.num_rows; ++i) std::memcpy(out[row + i].out, sums + i * dim, dim * sizeof(float));
+        for (int i = 0; i < side.num_rows; ++i) {
+            if (folds) fold(into[row + i], side.sums[i], dim);
+            else std::memcpy(&into[row + i], &side.sums[i], side.stride());
+        }
     }
 }
 
