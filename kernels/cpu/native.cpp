@@ -127,7 +127,7 @@ void merge_row(const Call& call, const LayerTasks& layer, int64_t i, int64_t hea
 
 template <class Format>
 void attend(Step& step, const Call& call) {
-    constexpr int64_t WRITES = 16, MERGES = 8;  // at a time: about a microsecond
+    constexpr int64_t MERGES = 8;  // at a time: about a microsecond
     static thread_local Scratch scratch;
     const LayerTasks& layer = step.tasks({call.window, call.num_heads, call.num_kv_heads, call.dim, call.threads});
     const int64_t heads = call.num_heads / call.num_kv_heads;
@@ -138,7 +138,8 @@ void attend(Step& step, const Call& call) {
 #pragma omp parallel num_threads(layer.threads)
     {
         [[maybe_unused]] const typename Format::Mode mode;
-        written.run(WRITES, [&](int64_t i) { write_slot<Format>(step, call, i / kv_heads, i % kv_heads); });
+        // An equal part each, since rows side by side are written to the same lines.
+        written.run(writes / layer.threads + 1, [&](int64_t i) { write_slot<Format>(step, call, i / kv_heads, i % kv_heads); });
         reduced.run(1, [&](int64_t i) {
             const int64_t num_rows = layer.cells[i % layer.cells.size()].num_rows() * heads;
             if (num_rows > Format::MANY) run_task<Format, typename Format::Wide>(step, call, layer, i, merge_data);
