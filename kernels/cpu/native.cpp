@@ -79,7 +79,7 @@ void run_task(const Step& step, const Call& call, const LayerTasks& layer, int64
     tile.scale = call.scale;
     tile.softcap = call.softcap;
     tile.blocks = blocks.get<Block>(tile.num_blocks);
-    tile.q = queries.get<Weight>(tile.padded_rows() * tile.depth());
+    tile.q = queries.get<Weight>(tile.padded_rows() * tile.query_stride());
     if (!std::is_same_v<Cache, Format> && Format::ROW_UNIT == 1) tile.wide = wide.get<float>(PANEL * call.dim);
     tile.scores = scores.get<float>(tile.padded_rows() * GROUP);
     tile.low = limits.get<int>(2 * num_rows);
@@ -139,7 +139,8 @@ void attend(Step& step, const Call& call) {
     {
         [[maybe_unused]] const typename Format::Mode mode;
         // An equal part each, since rows side by side are written to the same lines.
-        written.run(writes / layer.threads + 1, [&](int64_t i) { write_slot<Format>(step, call, i / kv_heads, i % kv_heads); });
+        written.run(writes / layer.threads + 1,
+                    [&](int64_t i) { write_slot<Format>(step, call, i / kv_heads, i % kv_heads); });
         reduced.run(1, [&](int64_t i) {
             const int64_t num_rows = layer.cells[i % layer.cells.size()].num_rows() * heads;
             if (num_rows > Format::MANY) run_task<Format, typename Format::Wide>(step, call, layer, i, merge_data);

@@ -19,6 +19,7 @@ constexpr int COLS = 4;                   // vectors of positions, or of output 
 constexpr int PIECE = 8;                  // positions that lie together whatever the page size
 constexpr int PANEL = COLS * LANES;       // positions that all rows of a tile use while they are in the first cache
 constexpr int ROWS = REGISTER_ROWS;       // rows in registers at a time
+constexpr int QUERY = 256 + CHUNK;        // from one query to the next: the largest head's elements, and a line or two
 constexpr int TILE = 128;  // rows of a tile: their scores of one group (128 KB) stay in the second cache
 
 // The first position that a row reads.
@@ -45,7 +46,7 @@ struct Tile {
     float scale, softcap;     // softcap 0: none
     const int64_t* positions; // [num_rows]
     Block* blocks;            // [num_blocks]
-    Weight* q;                // of each block: [dim / PAIR, rows of the block, PAIR]; in units of rows: [rows, depth]
+    Weight* q;                // [padded rows, query_stride()], of which `depth()` are used
     float* wide;              // [PANEL * dim], for a panel whose cache is in another format
     float* scores;            // [padded rows, GROUP], each row overwritten by its weights: 2^(score - max)
     Partials spare;           // [num_rows] of a group, before they are folded
@@ -53,6 +54,8 @@ struct Tile {
 
     int64_t padded_rows() const { return (num_rows + Format::ROW_UNIT - 1) / Format::ROW_UNIT * Format::ROW_UNIT; }
     int64_t depth() const { return (dim + Format::DEPTH_UNIT - 1) / Format::DEPTH_UNIT * Format::DEPTH_UNIT; }
+    // A constant for vectors, which save registers by it; tiles are read by lines of their own.
+    int64_t query_stride() const { return Format::ROW_UNIT > 1 ? depth() : QUERY; }
     // Vectors in registers at a time, beside at most ROWS rows.
     int width() const { return Format::CHAINS == 1 || num_rows <= ROWS / 2 ? COLS : COLS / 2; }
     static int blocks_of(int num_rows) { return (num_rows + ROWS - 1) / ROWS; }
@@ -62,23 +65,16 @@ struct Tile {
     template <class Cache, class Query>
     void set_queries(const Query& query) {
         for (int b = 0; b < num_blocks; ++b) {
-            const int first = num_rows * b / num_blocks, rows = num_rows * (b + 1) / num_blocks - first;
-            blocks[b] = {first, rows, 0, 0, 0, 0};
-            for (int r = 0; r < rows; ++r) {
-                const auto* from = query(first + r);
-                if constexpr (Format::ROW_UNIT > 1) {
-                    std::memcpy(q + (first + r) * depth(), from, dim * sizeof(Weight));
-                    std::fill_n(q + (first + r) * depth() + dim, depth() - dim, Weight{});
-                    continue;
-                }
-                for (int64_t d = 0; d < dim; d += LANES) {
-                    Weight lanes[LANES];
-                    if constexpr (std::is_same_v<Weight, float>) store(lanes, Cache::to_float(from + d));
-                    else Format::to_weights(lanes, Cache::to_float(from + d));
-                    for (int i = 0; i < LANES; i += PAIR)
-                        std::memcpy(q + first * dim + (d + i) * rows + r * PAIR, lanes + i, PAIR * sizeof(Weight));
-                }
-            }
+            const int first = num_rows * b / num_blocks;
+            blocks[b] = {first, num_rows * (b + 1) / num_blocks - first, 0, 0, 0, 0};
+        }
+        for (int row = 0; row < num_rows; ++row) {
+            const auto* from = query(row);
+            Weight* to = q + row * query_stride();
+            if constexpr (std::is_same_v<Weight, typename Cache::Element>) std::memcpy(to, from, dim * sizeof(Weight));
+            else
+                for (int64_t d = 0; d < dim; d += LANES) Format::to_weights(to + d, Cache::to_float(from + d));
+            std::fill_n(to + dim, depth() - dim, Weight{});
         }
     }
 
@@ -124,13 +120,13 @@ template <class Format, int R, int C, bool HALVES>
     constexpr int64_t LINE = sizeof(Cached);
     const char* fetch[C];
     for (int c = 0; c < C; ++c) fetch[c] = ahead.at(2 * (first + c), tile.dim * LANES, 0);
-    const auto *q = tile.q + row * tile.dim, *end = q + R * tile.dim;
+    const auto *q = tile.q + row * QUERY, *end = q + tile.dim;
     const int64_t fetch_step = LANES * PAIR * ahead.bytes >> ahead.shift;
     float* scores = tile.scores + row * GROUP + panel + first * LANES;
     int64_t at = 0, line = 0;
     keys += 2 * first;
     do {
-        const auto* stop = Format::CHAINS == 1 ? end : std::min(end, q + R * CHUNK);
+        const auto* stop = Format::CHAINS == 1 ? end : std::min(end, q + CHUNK);
         f32x16 sums[Format::CHAINS][R][C] = {};
         do {
             Cached cached[C];
@@ -143,10 +139,10 @@ template <class Format, int R, int C, bool HALVES>
                 }
                 __builtin_prefetch(fetch[c] + line);
             }
-            Format::dot(q, PAIR, cached, sums);
+            Format::dot(q, QUERY, cached, sums);
             at += page_size * PAIR;
             line += fetch_step;
-        } while ((q += R * PAIR) < stop);
+        } while ((q += PAIR) < stop);
         const bool is_first = at == page_size * CHUNK || Format::CHAINS == 1;
         UNROLL for (int r = 0; r < R; ++r)
             UNROLL for (int c = 0; c < C; ++c) {
