@@ -24,6 +24,7 @@ import torch
 
 from ..backend import LayerKV, LayerShape
 from ..plan import GROUP_LEN, AttentionPlan, IntArray
+from .huge import zeros
 
 _SOURCES = Path(__file__).parent
 _MAIN = _SOURCES / "native.cpp"
@@ -213,8 +214,8 @@ class NativeAttention:
         pair, dim = _PAIRS[dtype], shape.key_dim
         pages = (num_pages + 1, shape.num_heads)
         return LayerKV(
-            k=torch.zeros(*pages, dim // pair, page_size, pair, dtype=dtype),
-            v=torch.zeros(*pages, page_size // pair, dim, pair, dtype=dtype),
+            k=zeros(*pages, dim // pair, page_size, pair, dtype=dtype),
+            v=zeros(*pages, page_size // pair, dim, pair, dtype=dtype),
         )
 
     def prepare(self, plan: AttentionPlan, write_rows: IntArray, write_slots: IntArray) -> Prepared:
