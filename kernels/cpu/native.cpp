@@ -47,27 +47,23 @@ void write_slot(const Step& step, const Call& call, int64_t i, int64_t head) {
     for (int64_t d = 0; d < call.dim; ++d) values[d * PAIR] = v[d];
 }
 
-// Where the first group of a task is.
+// The first positions of a cell.
 template <class Cache>
-Positions<Cache> positions_of(const Step& step, const Call& call, const LayerTasks& layer, int64_t task) {
+Positions<Cache> positions_of(const Step& step, const Call& call, const Cell& cell, int64_t head) {
     using Element = typename Cache::Element;
-    const int64_t cells = layer.cells.size();
-    const Cell& cell = layer.cells[task % cells];
     const int64_t first_page = step.page_indptr[cell.node], num_pages = step.page_indptr[cell.node + 1] - first_page;
     return {{(const Element*)call.k_cache, (const Element*)call.v_cache, step.page_ids.data() + first_page, num_pages,
-             call.num_kv_heads, task / cells, __builtin_ctzll(step.page_size), call.dim},
+             call.num_kv_heads, head, __builtin_ctzll(step.page_size), call.dim},
             cell.begin - step.starts[cell.node]};
 }
 
-// Task i: cell i % cells of head i / cells. Head by head, so that pages which several tasks read stay in the cache.
-// The cache is in `Cache`, the arithmetic in `Format`.
+// Reduce a cell for the rows of one KV head. The cache is in `Cache`, the arithmetic in `Format`; `after` is read next.
 template <class Cache, class Format>
-void run_task(const Step& step, const Call& call, const LayerTasks& layer, int64_t task, float* merge_data) {
+void run_cell(const Step& step, const Call& call, const LayerTasks& layer, const Cell& cell, int64_t head,
+              const Positions<Cache>& after, float* merge_data) {
     using Element = typename Cache::Element;
     using Weight = typename Format::Weight;
     static thread_local Scratch queries, wide, scores, positions, blocks, limits, results;
-    const int64_t cells = layer.cells.size(), head = task / cells;
-    const Cell& cell = layer.cells[task % cells];
     const int64_t heads = call.num_heads / call.num_kv_heads, num_rows = cell.num_rows() * heads;
     const auto row_of = [&](int64_t i) { return step.row_ids[cell.row_begin + i / heads]; };
     const auto head_of = [&](int64_t i) { return head * heads + i % heads; };
@@ -94,12 +90,10 @@ void run_task(const Step& step, const Call& call, const LayerTasks& layer, int64
     tile.spare = into.from(num_rows);
     if (!cell.completes)
         into.data = merge_data + Partials::floats((head * layer.num_partials + cell.partial) * heads, call.dim);
-    Positions<Cache> here = positions_of<Cache>(step, call, layer, task);
-    const int64_t next_task = task + layer.threads;  // about: tasks of a kind take turns
+    Positions<Cache> here = positions_of<Cache>(step, call, cell, head);
     for (int64_t first = cell.begin; first < cell.end; first += GROUP) {
         const bool is_last = first + GROUP >= cell.end;
-        Positions<Cache> next = {here.run, here.first + GROUP};
-        if (is_last && next_task < cells * call.num_kv_heads) next = positions_of<Cache>(step, call, layer, next_task);
+        const Positions<Cache> next = is_last ? after : Positions<Cache>{here.run, here.first + GROUP};
         const int64_t length = std::min<int64_t>(GROUP, cell.end - first), group = (first - cell.begin) / GROUP;
         tile.set_limits(first, length, call.window);
         reduce_group(tile, here, length, next, cell.folds ? into : into.from(group * num_rows), cell.folds && group > 0);
@@ -108,6 +102,22 @@ void run_task(const Step& step, const Call& call, const LayerTasks& layer, int64
     if (!cell.completes) return;
     for (int64_t i = 0; i < num_rows; ++i)
         finish<Cache>(call.out.at<Element>(row_of(i), head_of(i)), into[i], call.dim);
+}
+
+template <class Format>
+void run_task(const Step& step, const Call& call, const LayerTasks& layer, int64_t i, float* merge_data) {
+    using Wide = typename Format::Wide;
+    const Task& task = layer.tasks[i];
+    const Cell& cell = layer.cells[task.cell];
+    const int64_t num_rows = cell.num_rows() * (call.num_heads / call.num_kv_heads), end = task.head + task.num_heads;
+    for (int64_t head = task.head; head < end; ++head) {
+        const int64_t next = i + layer.threads;  // about: threads take turns
+        Positions<Format> after = positions_of<Format>(step, call, cell, std::min(head + 1, end - 1));
+        if (head + 1 == end && next < (int64_t)layer.tasks.size())
+            after = positions_of<Format>(step, call, layer.cells[layer.tasks[next].cell], layer.tasks[next].head);
+        if (num_rows > Format::MANY) run_cell<Format, Wide>(step, call, layer, cell, head, after, merge_data);
+        else run_cell<Format, Format>(step, call, layer, cell, head, after, merge_data);
+    }
 }
 
 // Fold a row's partials in order of position, for all query heads of one KV head.
@@ -130,8 +140,7 @@ void attend(Step& step, const Call& call) {
     constexpr int64_t MERGES = 8;  // at a time: about a microsecond
     static thread_local Scratch scratch;
     const LayerTasks& layer = step.tasks({call.window, call.num_heads, call.num_kv_heads, call.dim, call.threads});
-    const int64_t heads = call.num_heads / call.num_kv_heads;
-    const int64_t kv_heads = call.num_kv_heads, tasks = layer.cells.size() * kv_heads;
+    const int64_t kv_heads = call.num_kv_heads, tasks = layer.tasks.size();
     const int64_t writes = step.write_rows.size() * kv_heads, merges = layer.merged.size() * kv_heads;
     float* merge_data = scratch.get<float>(Partials::floats(layer.num_partials * call.num_heads, call.dim));
     Loop written(writes), reduced(tasks), merged(merges);
@@ -141,11 +150,7 @@ void attend(Step& step, const Call& call) {
         // An equal part each, since rows side by side are written to the same lines.
         written.run(writes / layer.threads + 1,
                     [&](int64_t i) { write_slot<Format>(step, call, i / kv_heads, i % kv_heads); });
-        reduced.run(1, [&](int64_t i) {
-            const int64_t num_rows = layer.cells[i % layer.cells.size()].num_rows() * heads;
-            if (num_rows > Format::MANY) run_task<Format, typename Format::Wide>(step, call, layer, i, merge_data);
-            else run_task<Format, Format>(step, call, layer, i, merge_data);
-        });
+        reduced.run(1, [&](int64_t i) { run_task<Format>(step, call, layer, i, merge_data); });
         merged.run(MERGES, [&](int64_t i) {
             merge_row<Format>(call, layer, i / kv_heads, i % kv_heads, merge_data);
         });

@@ -17,6 +17,8 @@ struct LayerKey {
     bool operator==(const LayerKey& other) const { return !std::memcmp(this, &other, sizeof other); }
 };
 
+constexpr int64_t NARROW = 8;  // rows of a KV head that take less time than reading what they read
+
 // Rows [row_begin, row_end) of the plan's row_ids against positions [begin, end) of a node; of one head, a task.
 struct Cell {
     int64_t node, row_begin, row_end, begin, end;
@@ -26,13 +28,22 @@ struct Cell {
     int64_t partial;  // its first partial of a head, counted in rows: group g of row r is partial + g * rows + r
 
     int64_t num_rows() const { return row_end - row_begin; }
+    // Reading takes longer than computing. Then a thread reads all heads of a page, which lie together: prefetchers of
+    // CPUs read on from one into the next (0.85 to 0.95 of the time of a task for each head).
+    bool is_narrow(const LayerKey& key) const { return num_rows() * key.num_heads <= NARROW * key.num_kv_heads; }
     int64_t num_partials() const { return folds ? 1 : (end - begin + GROUP - 1) / GROUP; }
+};
+
+// KV heads [head, head + num_heads) of a cell, for one thread.
+struct Task {
+    int64_t cell, head, num_heads;
 };
 
 struct LayerTasks {
     LayerKey key;
     int64_t threads;                       // that are worth starting
     std::vector<Cell> cells;               // of each head, longest first
+    std::vector<Task> tasks;
     std::vector<int64_t> merged;           // rows that no cell completes
     std::vector<int64_t> merge_indptr;     // [merged.size() + 1]
     std::vector<int64_t> merge_partials;   // the partials of each such row, in order of position
@@ -96,7 +107,8 @@ inline const LayerTasks& Step::tasks(const LayerKey& key) {
     const int64_t limit = layer.threads == 1 ? total + 1 : total / (4 * layer.threads) + 1;
     for (const Cell& cell : whole) {
         const int64_t groups = (cell.end - cell.begin + GROUP - 1) / GROUP;
-        const int64_t parts = std::min(groups, (cell.cost + limit - 1) / limit);
+        const int64_t cost = cell.cost * (cell.is_narrow(key) ? key.num_kv_heads : 1);  // of a task
+        const int64_t parts = std::min(groups, (cost + limit - 1) / limit);
         for (int64_t i = 0; i < parts; ++i) {
             Cell part = cell;
             part.begin = cell.begin + groups * i / parts * GROUP;
@@ -130,6 +142,13 @@ inline const LayerTasks& Step::tasks(const LayerKey& key) {
     }
     std::stable_sort(layer.cells.begin(), layer.cells.end(),
                      [](const Cell& a, const Cell& b) { return a.cost > b.cost; });
+    // Head by head, so that pages which several tasks read stay in the cache.
+    const int64_t num_cells = layer.cells.size();
+    for (int64_t head = 0; head < key.num_kv_heads; ++head)
+        for (int64_t i = 0; i < num_cells; ++i)
+            if (!layer.cells[i].is_narrow(key)) layer.tasks.push_back({i, head, 1});
+    for (int64_t i = 0; i < num_cells; ++i)
+        if (layer.cells[i].is_narrow(key)) layer.tasks.push_back({i, 0, key.num_kv_heads});
     return layer;
 }
 
