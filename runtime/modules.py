@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import SiLUActivation
 
+from radixrt.kernels.cpu.gate import NativeGate
 from radixrt.kernels.cpu.norm import DTYPES, NativeNorm
 from radixrt.kernels.cpu.product import Weight
+from radixrt.kernels.cpu.rotation import NativeRotation
 
 from .errors import ModelError
 from .linear import Linear, Workshop, hollow
@@ -116,6 +118,12 @@ class Rotation(tuple[torch.Tensor, ...]):
     terms: tuple[torch.Tensor, torch.Tensor]
 
 
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate `x [T, H, D]` in place by `rotation_terms`."""
+    crossed = x.roll(x.shape[-1] // 2, -1).mul_(sin)
+    x.mul_(cos).add_(crossed)
+
+
 def rotation_terms(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin as `[T, 1, D]`, the first half of sin negated: x rotates to `x * cos + roll(x, D / 2) * sin`."""
     low, high = sin[0, :, None].chunk(2, -1)
@@ -190,6 +198,9 @@ class Attention(nn.Module):
         if any(norm is not None for norm in norms):
             rows = [n.weight.detach().expand(num, -1) for n, num in zip(norms, self.num_heads[:2], strict=True) if n]
             self.norm_weight = torch.cat(rows)
+        self._rotate = rotate
+        if shop.native is not None and original.q_proj.weight.dtype in DTYPES:
+            self._rotate = NativeRotation(shop.native.library)
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: None = None, **_: Any
@@ -205,8 +216,7 @@ class Attention(nn.Module):
         turned = heads.narrow(1, 0, num_q + num_k)  # not split: that is Python, 5 us
         if self.norm_weight is not None:
             turned = F.rms_norm(turned, (self.head_dim,), None, self.eps).mul_(self.norm_weight)
-        crossed = turned.roll(self.head_dim // 2, -1).mul_(sin)
-        turned.mul_(cos).add_(crossed)
+        self._rotate(turned, cos, sin)
         q, k, v = turned.narrow(1, 0, num_q), turned.narrow(1, num_q, num_k), heads.narrow(1, num_q + num_k, num_v)
         out = step.attend(self.layer_idx, q, k, v, scale=self.scale, window=self.window, softcap=None)
         return self.out.forward(out.view(1, out.shape[0], -1)), None
@@ -219,11 +229,10 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_up = fused((original.gate_proj, original.up_proj), shop)
         self.down = shop.linear(original.down_proj.weight, original.down_proj.bias)
-        self.act = activation(original.act_fn, shop)
+        self._gated = gated(original.act_fn, original.gate_proj.weight.dtype, shop)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up.forward(x).chunk(2, -1)
-        return self.down.forward(self.act(gate).mul_(up))
+        return self.down.forward(self._gated(self.gate_up.forward(x)))
 
 
 def straight(layer: Any) -> Function:
@@ -252,7 +261,7 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up = nn.ModuleList(shop.linear(weight) for weight in original.gate_up_proj)
         self.down = nn.ModuleList(shop.linear(weight) for weight in original.down_proj)
-        self.act = activation(original.act_fn, shop)
+        self._gated = gated(original.act_fn, original.gate_up_proj.dtype, shop)
 
     def forward(
         self,
@@ -267,8 +276,7 @@ class Experts(nn.Module):
         out = hidden_states.new_empty(num_rows * num_chosen, hidden_states.shape[1])
         for expert, place in enumerate(places):
             if len(place):
-                gate, up = self.gate_up[expert](hidden_states[place // num_chosen]).chunk(2, -1)
-                out[place] = self.down[expert](self.act(gate).mul_(up))
+                out[place] = self.down[expert](self._gated(self.gate_up[expert](hidden_states[place // num_chosen])))
         weighted = out.view(num_rows, num_chosen, -1) * top_k_weights[..., None]
         total = weighted[:, 0].to(torch.promote_types(out.dtype, torch.float32))
         for nth in range(1, num_chosen):
@@ -303,7 +311,17 @@ def fused(layers: tuple[Any, ...], shop: Workshop) -> Linear:
     return shop.linear(torch.cat([layer.weight.detach() for layer in layers]), torch.cat(given) if given else None)
 
 
-def activation(module: Function, shop: Workshop) -> Function:
-    """An activation as a plain function, by rows where the workshop is exact."""
-    function = F.silu if isinstance(module, (nn.SiLU, SiLUActivation)) else module
-    return partial(by_rows, function) if shop.exact else function
+def gated(act: Function, dtype: torch.dtype, shop: Workshop) -> Function:
+    """`[..., 2 W]` to `[..., W]`: an activation of the first half times the second, by rows where the shop is exact."""
+    is_silu = isinstance(act, (nn.SiLU, SiLUActivation))
+    if is_silu and shop.native is not None and dtype in DTYPES:
+        return NativeGate(shop.native.library)
+    function = F.silu if is_silu else act
+    if shop.exact:
+        function = partial(by_rows, function)
+
+    def multiplied(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return function(gate).mul_(up)
+
+    return multiplied

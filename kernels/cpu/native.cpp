@@ -1,11 +1,14 @@
-// The native CPU backend's entry points: steps, attention of one layer, copies of pages, products, norms.
+// The native CPU backend's entry points: steps, attention of one layer, copies of pages, products, norms,
+// rotations, gates.
 // Knows nothing of Python or torch: plain pointers and strides, checked by the caller.
 //
 // A layer is one parallel region: new keys and values are written, tasks reduce their pages, and rows that several
 // tasks have read are folded. The parts and their oracle: native/tasks.h, tile.h, tiled_attention.h, ../reference.py.
 
+#include "native/gate.h"
 #include "native/loop.h"
 #include "native/norm.h"
+#include "native/rotation.h"
 #include "native/scratch.h"
 #include "native/tasks.h"
 #include "native/tiled_attention.h"
@@ -188,6 +191,14 @@ void radixrt_multiply_bfloat16(const Product* product) { multiply_bfloat16(*prod
 void radixrt_normalise_float32(const Norm* norm) { normalise<float>(*norm); }
 
 void radixrt_normalise_bfloat16(const Norm* norm) { normalise<bfloat16>(*norm); }
+
+void radixrt_rotate_float32(const Rotation* rotation) { rotate<float>(*rotation); }
+
+void radixrt_rotate_bfloat16(const Rotation* rotation) { rotate<bfloat16>(*rotation); }
+
+void radixrt_gate_float32(const Gate* its) { gate<float>(*its); }
+
+void radixrt_gate_bfloat16(const Gate* its) { gate<bfloat16>(*its); }
 
 // Copy page src[i] of each cache to page dst[i] of the one like it in targets; page_bytes[c] is the size of a page of
 // cache c.

@@ -136,6 +136,8 @@ def _has_tiles() -> bool:
 _CALL = struct.Struct("@" + 4 * "Pqq" + "2P4q2fi")  # native.cpp
 PRODUCT = struct.Struct("@4P5q")  # native/product.h
 NORM = struct.Struct("@3P4qf")  # native/norm.h
+ROTATION = struct.Struct("@3P5q")  # native/rotation.h
+GATE = struct.Struct("@2P4q")  # native/gate.h
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -154,6 +156,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             ("attend", (pointer, packed)),
             ("multiply", (packed,)),
             ("normalise", (packed,)),
+            ("rotate", (packed,)),
+            ("gate", (packed,)),
         ):
             function = getattr(library, f"radixrt_{verb}_{dtype}")
             function.argtypes, function.restype = argtypes, None

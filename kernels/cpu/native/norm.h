@@ -23,29 +23,20 @@ struct Norm {
 // y = x / sqrt(mean(x^2) + eps) * weight, in float32 until it is stored.
 template <class Element>
 void normalise(const Norm& norm) {
-    // What is left over at a row's end, with zeros behind it.
-    const auto some = [](const Element* from, int64_t count) {
-        Element lanes[LANES] = {};
-        if (count < LANES) from = (const Element*)std::memcpy(lanes, from, count * sizeof(Element));
-        return to_float(from);
-    };
 #pragma omp parallel for num_threads(norm.threads) if (norm.num_rows * norm.width > 1 << 16)
     for (int64_t row = 0; row < norm.num_rows; ++row) {
         const Element *x = (const Element*)norm.x + row * norm.x_stride, *weight = (const Element*)norm.weight;
         Element* y = (Element*)norm.y + row * norm.width;
         f32x16 squares = {};
         for (int64_t i = 0; i < norm.width; i += LANES) {
-            const f32x16 v = some(x + i, norm.width - i);
+            const f32x16 v = load_some(x + i, norm.width - i);
             squares = fma(v, v, squares);
         }
         const float sum = across(squares, [](auto a, auto b) { return a + b; });
         const float scale = 1.0f / std::sqrt(sum / (float)norm.width + norm.eps);
         for (int64_t i = 0; i < norm.width; i += LANES) {
             const int64_t count = std::min<int64_t>(LANES, norm.width - i);
-            const f32x16 v = some(x + i, count) * scale * some(weight + i, count);
-            Element lanes[LANES];
-            if (count == LANES) from_float(y + i, v);
-            else from_float(lanes, v), std::memcpy(y + i, lanes, count * sizeof(Element));
+            store_some(y + i, load_some(x + i, count) * scale * load_some(weight + i, count), count);
         }
     }
 }

@@ -75,16 +75,8 @@ template <class Output>
 inline void put(const Product& product, int64_t row, int64_t column, f32x16 sum) {
     const int64_t count = std::min<int64_t>(LANES, product.num_outputs - column);
     if (count <= 0) return;
-    Output* y = (Output*)product.y + row * product.num_outputs + column;
-    const Output* bias = (const Output*)product.bias + column;
-    Output lanes[LANES] = {};
-    if (product.bias) {
-        if (count < LANES) bias = (const Output*)std::memcpy(lanes, bias, count * sizeof(Output));
-        sum = sum + to_float(bias);
-    }
-    if (count == LANES) return from_float(y, sum);
-    from_float(lanes, sum);
-    std::memcpy(y, lanes, count * sizeof(Output));
+    if (product.bias) sum = sum + load_some((const Output*)product.bias + column, count);
+    store_some((Output*)product.y + row * product.num_outputs + column, sum, count);
 }
 
 // Rows [row, row + R) with inputs [first, first + depth) of one panel. Sums stay in `kept` until the last inputs came.

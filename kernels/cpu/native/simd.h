@@ -169,6 +169,31 @@ inline f32x16 to_float(const bfloat16* from) { return widen(from); }
 inline void from_float(float* to, f32x16 v) { store(to, v); }
 inline void from_float(bfloat16* to, f32x16 v) { narrow(to, v); }
 
+// As if it had been stored as an Element in between.
+template <class Element>
+inline f32x16 rounded(f32x16 v) {
+    Element lanes[LANES];
+    from_float(lanes, v);
+    return to_float(lanes);
+}
+
+// The first `count` of LANES elements, with zeros behind them.
+template <class Element>
+inline f32x16 load_some(const Element* from, int64_t count) {
+    Element lanes[LANES] = {};
+    if (count < LANES) from = (const Element*)std::memcpy(lanes, from, count * sizeof(Element));
+    return to_float(from);
+}
+
+// Only the first `count` lanes, at most LANES.
+template <class Element>
+inline void store_some(Element* to, f32x16 v, int64_t count) {
+    if (count >= LANES) return from_float(to, v);
+    Element lanes[LANES];
+    from_float(lanes, v);
+    std::memcpy(to, lanes, count * sizeof(Element));
+}
+
 // An element format says how the cache pairs elements that are summed over, and how 16 lanes of such pairs are
 // multiplied and added: `dot(weights, cached, sums)` adds weights * cached, over the elements of a pair in order, to
 // sums [CHAINS, rows, vectors]; with two CHAINS, each element of a pair has a sum of its own. Weights (queries and
