@@ -19,10 +19,10 @@ struct LayerKey {
 
 constexpr int64_t NARROW = 8;  // rows of a KV head that take less time than reading what they read
 
-// Rows [row_begin, row_end) of the plan's row_ids against positions [begin, end) of a node; of one head, a task.
+// Rows [row_begin, row_end) of the plan's row_ids against positions [begin, end) of a node, for each KV head.
 struct Cell {
     int64_t node, row_begin, row_end, begin, end;
-    int64_t cost;
+    int64_t cost;     // of a head
     bool folds;       // its groups are folded in place: no row reads anything before them. Else a partial for each
     bool completes;   // it is all that its rows read
     int64_t partial;  // its first partial of a head, counted in rows: group g of row r is partial + g * rows + r
@@ -42,8 +42,8 @@ struct Task {
 struct LayerTasks {
     LayerKey key;
     int64_t threads;                       // that are worth starting
-    std::vector<Cell> cells;               // of each head, longest first
-    std::vector<Task> tasks;
+    std::vector<Cell> cells;               // longest first
+    std::vector<Task> tasks;               // in the order in which threads take them
     std::vector<int64_t> merged;           // rows that no cell completes
     std::vector<int64_t> merge_indptr;     // [merged.size() + 1]
     std::vector<int64_t> merge_partials;   // the partials of each such row, in order of position
