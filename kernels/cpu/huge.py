@@ -17,11 +17,17 @@ _CAN_ADVISE = hasattr(mmap, "MADV_HUGEPAGE")  # Linux
 
 
 def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous tensor; memory is taken as it is written, in huge pages as far as whole ones fit into the tensor."""
+    """A contiguous tensor; memory is taken as it is written, in huge pages as far as whole ones fit into the tensor.
+
+    Errors are those of `torch.zeros`.
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
     if not _CAN_ADVISE or num_bytes < _HUGE:
         return torch.zeros(shape, dtype=dtype)
-    memory = mmap.mmap(-1, num_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, num_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError):
+        return torch.zeros(shape, dtype=dtype)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -whole.data_ptr() % _HUGE
     with suppress(OSError):  # of a kernel without them

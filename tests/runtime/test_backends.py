@@ -15,7 +15,7 @@ import torch
 
 from radixrt.kernels.backend import LayerShape
 from radixrt.kernels.cpu import native
-from radixrt.runtime import Engine, ModelError, SamplingParams, backends, load_model
+from radixrt.runtime import Engine, InvalidRequest, ModelError, SamplingParams, backends, load_model
 from radixrt.runtime.backends import CPU_KERNEL, choose_backend
 from radixrt.runtime.transformer import TransformerModel
 
@@ -37,6 +37,14 @@ def no_kernel_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("page_size", [8, 16, 128])
 def test_native_runs_where_it_serves(dtype: torch.dtype, page_size: int) -> None:
     assert choose_backend(CPU, dtype, page_size, [SHAPE]).backend.name == "native"
+
+
+@pytest.mark.parametrize("kernel", [pytest.param("native", marks=needs_compiler), "torch"])
+def test_a_pool_that_no_machine_has_is_refused(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CPU_KERNEL, kernel)
+    model = TransformerModel(tiny.build(tiny.wide("llama"), dtype=torch.float32))
+    with pytest.raises(InvalidRequest, match=r"kv_memory: a pool of .* pages cannot be allocated"):
+        Engine(model, num_pages=2**31 - 1, page_size=128)
 
 
 UNSERVED = [

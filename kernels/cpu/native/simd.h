@@ -106,12 +106,22 @@ template <class Combine>
 inline float across(f32x16 v, const Combine& combine) {
     typedef float f32x8 __attribute__((vector_size(32)));
     typedef float f32x4 __attribute__((vector_size(16)));
-    const f32x8 eight = combine(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7),
-                                __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
-    const f32x4 four = combine(__builtin_shufflevector(eight, eight, 0, 1, 2, 3),
-                               __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
-    const f32x4 two = combine(four, __builtin_shufflevector(four, four, 2, 3, 0, 1));
-    return combine(two[0], two[1]);
+    const f32x8 eight = combine(load<f32x8>(&v), load<f32x8>((const float*)&v + 8));
+    const f32x4 four = combine(load<f32x4>(&eight), load<f32x4>((const float*)&eight + 4));
+    return combine(combine(four[0], four[2]), combine(four[1], four[3]));
+}
+
+#if defined(__AVX512F__)
+
+// The lanes I of a, then (from 16 on) b.
+template <int... I>
+inline f32x16 pick(f32x16 a, f32x16 b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, I...);
+#else
+    typedef int32_t i32x16 __attribute__((vector_size(64)));
+    return __builtin_shuffle(a, b, i32x16{I...});
+#endif
 }
 
 // The same for each of `count` vectors, at most 16, into to[16]: many are halved together. Vectors are overwritten.
@@ -123,23 +133,28 @@ inline void across(f32x16 (&v)[LANES], int count, float* to, const Combine& comb
     }
     // Vector i has the halves of v[2i] and v[2i + 1], then quarters of four, eighths of eight, and at last one lane of each.
     UNROLL for (int i = 0; i < 8; ++i)
-        v[i] = combine(
-            __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
-            __builtin_shufflevector(v[2 * i], v[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+        v[i] = combine(pick<0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>(v[2 * i], v[2 * i + 1]),
+                       pick<8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31>(v[2 * i], v[2 * i + 1]));
     UNROLL for (int i = 0; i < 4; ++i)
-        v[i] = combine(
-            __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
-            __builtin_shufflevector(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
+        v[i] = combine(pick<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(v[2 * i], v[2 * i + 1]),
+                       pick<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(v[2 * i], v[2 * i + 1]));
     UNROLL for (int i = 0; i < 2; ++i)
-        v[i] = combine(
-            __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
-            __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
+        v[i] = combine(pick<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(v[2 * i], v[2 * i + 1]),
+                       pick<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(v[2 * i], v[2 * i + 1]));
     // Lane 4i + j is of vector 4j + i.
-    const f32x16 all = combine(
-        __builtin_shufflevector(v[0], v[1], 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30),
-        __builtin_shufflevector(v[0], v[1], 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31));
-    store(to, __builtin_shufflevector(all, all, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const f32x16 all = combine(pick<0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30>(v[0], v[1]),
+                               pick<1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31>(v[0], v[1]));
+    store(to, pick<0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15>(all, all));
 }
+
+#else
+
+template <class Combine>
+inline void across(f32x16 (&v)[LANES], int count, float* to, const Combine& combine) {
+    for (int i = 0; i < count; ++i) to[i] = across(v[i], combine);
+}
+
+#endif
 
 struct bfloat16 {
     uint16_t bits;
