@@ -21,8 +21,11 @@ class NativeGate:
         self._gate = {torch.float32: library.radixrt_gate_float32, torch.bfloat16: library.radixrt_gate_bfloat16}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., 2 * W]` in one of `DTYPES` to `[..., W]`."""
-        rows, width = as_rows(x), x.shape[-1] // 2
+        """`[..., 2 * W]` in one of `DTYPES` to `[..., W]`. ValueError for an odd number."""
+        width, odd = divmod(x.shape[-1], 2)
+        if odd:
+            raise ValueError(f"x {list(x.shape)} has no two halves")
+        rows = as_rows(x)
         y = x.new_empty(*x.shape[:-1], width)
         sizes = (rows.shape[0], width, rows.stride(0), torch.get_num_threads())
         self._gate[x.dtype](GATE.pack(rows.data_ptr(), y.data_ptr(), *sizes))

@@ -21,13 +21,15 @@ class NativeRotation:
         self._rotate = {torch.float32: library.radixrt_rotate_float32, torch.bfloat16: library.radixrt_rotate_bfloat16}
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """x `[T, H, D]` whose heads lie together; cos, sin `[T, 1, D]`, contiguous; all in one of `DTYPES`.
+        """x `[T, H, D]` whose heads lie together, D even; cos, sin `[T, 1, D]`; all in one of `DTYPES`.
 
-        D is even. ValueError if they do not fit.
+        ValueError if they do not fit.
         """
         num_rows, num_heads, dim = x.shape
         turns = (num_rows, 1, dim)
-        if (cos.shape, sin.shape, x.stride()[1:]) != (turns, turns, (dim, 1)) or not x.dtype == cos.dtype == sin.dtype:
+        fits = (cos.shape, sin.shape, x.stride()[1:], dim % 2) == (turns, turns, (dim, 1), 0)
+        if not fits or not x.dtype == cos.dtype == sin.dtype:
             raise ValueError(f"x {list(x.shape)} of {x.dtype} does not fit {list(cos.shape)} of {cos.dtype}")
+        cos, sin = cos.contiguous(), sin.contiguous()
         sizes = (num_rows, num_heads, dim, x.stride(0), torch.get_num_threads())
         self._rotate[x.dtype](ROTATION.pack(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), *sizes))

@@ -42,6 +42,11 @@ def test_far_from_zero_it_is_open_or_shut() -> None:
     assert bool(gate()(torch.tensor([[torch.nan, 1.0]])).isnan().all())
 
 
+def test_an_odd_number_has_no_two_halves() -> None:
+    with pytest.raises(ValueError, match="no two halves"):
+        gate()(torch.zeros(3, 5))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1536, 77])
 def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, width: int) -> None:
