@@ -15,7 +15,8 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from radixrt.kernels.cpu.gate import NativeGate
-from radixrt.kernels.cpu.norm import DTYPES, NativeNorm
+from radixrt.kernels.cpu.native import DTYPES
+from radixrt.kernels.cpu.norm import NativeNorm
 from radixrt.kernels.cpu.product import Weight
 from radixrt.kernels.cpu.rotation import NativeRotation
 

@@ -6,9 +6,7 @@ import ctypes
 
 import torch
 
-from .native import GATE, as_rows
-
-DTYPES = (torch.float32, torch.bfloat16)
+from .native import GATE, as_rows, by_dtype
 
 
 class NativeGate:
@@ -18,10 +16,10 @@ class NativeGate:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._gate = {torch.float32: library.radixrt_gate_float32, torch.bfloat16: library.radixrt_gate_bfloat16}
+        self._gate = by_dtype(library, "gate")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., 2 * W]` in one of `DTYPES` to `[..., W]`. ValueError for an odd number."""
+        """`[..., 2 * W]` in one of `native.DTYPES` to `[..., W]`. ValueError for an odd number."""
         width, odd = divmod(x.shape[-1], 2)
         if odd:
             raise ValueError(f"x {list(x.shape)} has no two halves")

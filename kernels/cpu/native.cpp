@@ -107,17 +107,18 @@ void run_cell(const Step& step, const Call& call, const LayerTasks& layer, const
         finish<Cache>(call.out.at<Element>(row_of(i), head_of(i)), into[i], call.dim);
 }
 
+// Task i: heads of a cell one after the other, wide ones in the format's Wide.
 template <class Format>
 void run_task(const Step& step, const Call& call, const LayerTasks& layer, int64_t i, float* merge_data) {
     using Wide = typename Format::Wide;
     const Task& task = layer.tasks[i];
     const Cell& cell = layer.cells[task.cell];
     const int64_t num_rows = cell.num_rows() * (call.num_heads / call.num_kv_heads), end = task.head + task.num_heads;
+    // About: threads take turns.
+    const Task& next = layer.tasks[std::min<int64_t>(i + layer.threads, layer.tasks.size() - 1)];
     for (int64_t head = task.head; head < end; ++head) {
-        const int64_t next = i + layer.threads;  // about: threads take turns
-        Positions<Format> after = positions_of<Format>(step, call, cell, std::min(head + 1, end - 1));
-        if (head + 1 == end && next < (int64_t)layer.tasks.size())
-            after = positions_of<Format>(step, call, layer.cells[layer.tasks[next].cell], layer.tasks[next].head);
+        const auto after = head + 1 < end ? positions_of<Format>(step, call, cell, head + 1)
+                                          : positions_of<Format>(step, call, layer.cells[next.cell], next.head);
         if (num_rows > Format::MANY) run_cell<Format, Wide>(step, call, layer, cell, head, after, merge_data);
         else run_cell<Format, Format>(step, call, layer, cell, head, after, merge_data);
     }

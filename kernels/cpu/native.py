@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +34,8 @@ _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     *("-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi", f"-DRADIXRT_GROUP_LEN={GROUP_LEN}"),
 )
-_PAIRS = {torch.float32: 1, torch.bfloat16: 2}  # how many neighbours the cache keeps side by side
+PAIRS = {torch.float32: 1, torch.bfloat16: 2}  # how many neighbours lie side by side in the cache and in packed weights
+DTYPES = tuple(PAIRS)
 _PAGE_SIZES = (8, 16, 32, 64, 128)
 _DIGEST_LEN = hashlib.sha256().digest_size
 _NO_WINDOW = np.iinfo(np.int64).max
@@ -94,7 +96,7 @@ def _is_whole(path: Path) -> bool:
 
 def unserved(dtype: torch.dtype, page_size: int, shape: LayerShape) -> str | None:
     """Why the kernel does not serve this configuration, or None where it does."""
-    if dtype not in _PAIRS:
+    if dtype not in PAIRS:
         return f"{dtype} is neither float32 nor bfloat16"
     if page_size not in _PAGE_SIZES:
         return f"page size {page_size} is none of {', '.join(map(str, _PAGE_SIZES))}"
@@ -146,21 +148,19 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
+def by_dtype(library: ctypes.CDLL, verb: str) -> dict[torch.dtype, Any]:
+    """The library's function of this name for each of `DTYPES`."""
+    return {dtype: getattr(library, f"radixrt_{verb}_{str(dtype).removeprefix('torch.')}") for dtype in DTYPES}
+
+
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, packed, int32, int64 = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32, ctypes.c_int64
     library.radixrt_prepare.argtypes = (int64, int32, pointer, pointer)
     library.radixrt_prepare.restype = pointer
     library.radixrt_free.argtypes = (pointer,)
-    for dtype in ("float32", "bfloat16"):
-        for verb, argtypes in (
-            ("attend", (pointer, packed)),
-            ("multiply", (packed,)),
-            ("normalise", (packed,)),
-            ("rotate", (packed,)),
-            ("gate", (packed,)),
-        ):
-            function = getattr(library, f"radixrt_{verb}_{dtype}")
-            function.argtypes, function.restype = argtypes, None
+    for verb in ("attend", "multiply", "normalise", "rotate", "gate"):
+        for function in by_dtype(library, verb).values():
+            function.argtypes, function.restype = (pointer, packed) if verb == "attend" else (packed,), None
     library.radixrt_copy_pages.argtypes = (pointer, pointer, pointer, int64, pointer, pointer, int64, int32)
     library.radixrt_copy_pages.restype = None
     return library
@@ -198,10 +198,7 @@ class NativeAttention:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._attend = {
-            torch.float32: library.radixrt_attend_float32,
-            torch.bfloat16: library.radixrt_attend_bfloat16,
-        }
+        self._attend = by_dtype(library, "attend")
 
     def inexact(self, dtype: torch.dtype, page_size: int, shape: LayerShape, group: int) -> str | None:
         return None  # a row's numbers depend on that row alone: native/block.h, native/tiled_attention.h
@@ -215,7 +212,7 @@ class NativeAttention:
             reason = f"{device} is not the CPU"
         if reason is not None:
             raise ValueError(f"the native kernel cannot serve this cache: {reason}")
-        pair, dim = _PAIRS[dtype], shape.key_dim
+        pair, dim = PAIRS[dtype], shape.key_dim
         pages = (num_pages + 1, shape.num_heads)
         return LayerKV(
             k=zeros(*pages, dim // pair, page_size, pair, dtype=dtype),

@@ -6,9 +6,7 @@ import ctypes
 
 import torch
 
-from .native import NORM, as_rows
-
-DTYPES = (torch.float32, torch.bfloat16)
+from .native import NORM, as_rows, by_dtype
 
 
 class NativeNorm:
@@ -18,13 +16,10 @@ class NativeNorm:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._normalise = {
-            torch.float32: library.radixrt_normalise_float32,
-            torch.bfloat16: library.radixrt_normalise_bfloat16,
-        }
+        self._normalise = by_dtype(library, "normalise")
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """`[..., W]` to the same; x and weight in one of `DTYPES`. ValueError if they do not fit."""
+        """`[..., W]` to the same; x and weight in one of `native.DTYPES`. ValueError if they do not fit."""
         width = x.shape[-1]
         if weight.shape != (width,) or weight.dtype != x.dtype:
             raise ValueError(f"x {list(x.shape)} of {x.dtype} does not fit {list(weight.shape)} of {weight.dtype}")

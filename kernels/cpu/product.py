@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from . import native
-from .native import PRODUCT, as_rows
+from .native import PAIRS, PRODUCT, as_rows, by_dtype
 
 _WIDTH = 48  # of a panel; WIDTH in native/product.h
-_PAIRS = {torch.float32: 1, torch.bfloat16: 2}
 _PIECE = 2**22  # bytes packed at a time
 
 
@@ -25,7 +24,7 @@ def unserved(dtype: torch.dtype) -> str | None:
 
     A rule, not a measurement, so that a machine gives the same bits at every start.
     """
-    if dtype not in _PAIRS:
+    if dtype not in PAIRS:
         return f"{dtype} is neither float32 nor bfloat16"
     if "avx512f" not in native.cpu_facts():
         return "this CPU has no AVX-512, whose registers hold a block of its sums"
@@ -51,7 +50,7 @@ class Weight:
 
 def pack(weight: torch.Tensor, *, release: Callable[[torch.Tensor], None] | None = None) -> Weight:
     """A packed copy of `weight [N, K]`, made in pieces; `release` is called with each piece once it is copied."""
-    (n, k), pair = weight.shape, _PAIRS[weight.dtype]
+    (n, k), pair = weight.shape, PAIRS[weight.dtype]
     panels = weight.new_empty(-(-n // _WIDTH), -(-k // pair), _WIDTH, pair)
     step = max(1, _PIECE // (k * weight.itemsize * _WIDTH)) * _WIDTH
     for begin in range(0, n, step):
@@ -70,10 +69,7 @@ class NativeProduct:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        self._multiply = {
-            torch.float32: library.radixrt_multiply_float32,
-            torch.bfloat16: library.radixrt_multiply_bfloat16,
-        }
+        self._multiply = by_dtype(library, "multiply")
 
     def __call__(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """`[..., K]` to `[..., N]` in the dtype of all, on torch's number of threads. ValueError if they do not fit."""

@@ -6,9 +6,7 @@ import ctypes
 
 import torch
 
-from .native import ROTATION
-
-DTYPES = (torch.float32, torch.bfloat16)
+from .native import ROTATION, by_dtype
 
 
 class NativeRotation:
@@ -18,10 +16,10 @@ class NativeRotation:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._rotate = {torch.float32: library.radixrt_rotate_float32, torch.bfloat16: library.radixrt_rotate_bfloat16}
+        self._rotate = by_dtype(library, "rotate")
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """x `[T, H, D]` whose heads lie together, D even; cos, sin `[T, 1, D]`; all in one of `DTYPES`.
+        """x `[T, H, D]` whose heads lie together, D even; cos, sin `[T, 1, D]`; all in one of `native.DTYPES`.
 
         ValueError if they do not fit.
         """

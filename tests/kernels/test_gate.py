@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from radixrt.kernels.cpu import native
-from radixrt.kernels.cpu.gate import DTYPES, NativeGate
+from radixrt.kernels.cpu.gate import NativeGate
+from radixrt.kernels.cpu.native import DTYPES
 
 pytestmark = pytest.mark.skipif(native.build().library is None, reason=f"no build: {native.build().reason}")
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7}  # relative to each number: two roundings, and some last places

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from radixrt.kernels.cpu import native
-from radixrt.kernels.cpu.rotation import DTYPES, NativeRotation
+from radixrt.kernels.cpu.native import DTYPES
+from radixrt.kernels.cpu.rotation import NativeRotation
 
 pytestmark = pytest.mark.skipif(native.build().library is None, reason=f"no build: {native.build().reason}")
 

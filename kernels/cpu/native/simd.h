@@ -131,7 +131,7 @@ inline void across(f32x16 (&v)[LANES], int count, float* to, const Combine& comb
         for (int i = 0; i < count; ++i) to[i] = across(v[i], combine);
         return;
     }
-    // Vector i has the halves of v[2i] and v[2i + 1], then quarters of four, eighths of eight, and at last one lane of each.
+    // Vector i has the halves of v[2i] and v[2i + 1], then quarters of four, eighths of eight, at last one lane of each.
     UNROLL for (int i = 0; i < 8; ++i)
         v[i] = combine(pick<0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>(v[2 * i], v[2 * i + 1]),
                        pick<8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31>(v[2 * i], v[2 * i + 1]));
@@ -212,8 +212,9 @@ inline void store_some(Element* to, f32x16 v, int64_t count) {
 // An element format says how the cache pairs elements that are summed over, and how 16 lanes of such pairs are
 // multiplied and added: `dot(weights, cached, sums)` adds weights * cached, over the elements of a pair in order, to
 // sums [CHAINS, rows, vectors]; with two CHAINS, each element of a pair has a sum of its own. Weights (queries and
-// probabilities) are kept as Weight, which ROUNDS them or not, cached elements as Element. A tile of more than MANY rows is computed as Wide
-// instead. Rows and their elements are filled up to whole units. While a Mode lives, the format's arithmetic holds.
+// probabilities) are kept as Weight, which ROUNDS them or not, cached elements as Element. A tile of more than MANY
+// rows is computed as Wide instead. Rows and their elements are filled up to whole units. While a Mode lives, the
+// format's arithmetic holds.
 struct Float32 {
     using Element = float;
     using Weight = float;

@@ -100,7 +100,7 @@ inline const LayerTasks& Step::tasks(const LayerKey& key) {
     const std::vector<Cell> whole = tiles(key);
     int64_t total = 0;
     for (const Cell& cell : whole) total += cell.cost * key.num_kv_heads;
-    // A second thread costs 10 us, more on a busy machine, so each gets 20 us of work at least.
+    // A second thread costs 10 us, more on a busy machine, so each gets 25 us of work at least.
     constexpr int64_t MIN_WORK = 400'000;
     layer.threads = std::clamp<int64_t>(total * key.dim / MIN_WORK, 1, key.threads);
     // Four tasks a thread balance well enough; one thread has nothing to balance.
