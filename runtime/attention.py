@@ -12,6 +12,8 @@ import torch
 from transformers import AttentionInterface
 
 from radixrt.kernels.backend import LayerShape
+from radixrt.kernels.cpu.layer import NativeLayer
+from radixrt.kernels.cpu.native import NativeAttention
 
 from .batch import Batch
 from .errors import ModelError
@@ -67,6 +69,18 @@ class Step:
         self.calls.append(Call(layer, q.shape[1] // k.shape[1], window))
         kv = self.pool.layer(layer, LayerShape(k.shape[1], k.shape[2], v.shape[2]))
         return self.pool.backend.attend(q, k, v, kv, self.prepared, scale=scale, window=window, softcap=softcap)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether it can `run` whole layers."""
+        return isinstance(self.pool.backend, NativeAttention)
+
+    def run(
+        self, layer: int, whole: NativeLayer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """As `attend`, for a whole decoder layer: `x` and the angles as that takes them."""
+        self.calls.append(Call(layer, whole.num_heads // whole.shape.num_heads, whole.window))
+        return whole(x, cos, sin, self.pool.layer(layer, whole.shape), self.prepared)
 
 
 def prepare(pool: KVPool, batch: Batch, *, exact: bool) -> Step:

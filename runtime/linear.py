@@ -29,15 +29,20 @@ class Linear(nn.Module):
         bias: torch.Tensor | None,
         multiply: Callable[..., torch.Tensor],  # (x, bias=)
         *,
-        in_place: torch.Tensor | None,
+        in_place: torch.Tensor | None = None,
+        packed: product.Weight | None = None,
     ) -> None:
-        """`multiply` computes it; `in_place` is the weight where that reads it as it lies, None where it has a copy."""
+        """`multiply` computes it; `in_place` is the weight where that reads it as it lies, None where it has a copy.
+
+        `packed` is that copy where the native product has it.
+        """
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         self.weight = hollow(weight)
         self.multiply = multiply
         self.in_place = in_place
+        self.packed = packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.multiply(x, bias=self.bias)
@@ -91,7 +96,7 @@ class Workshop:
         if self.multiplies_natively(weight.dtype) and not shared:
             assert self.native is not None
             operand = product.pack(weight) if packed is None else packed
-            return Linear(weight, bias, partial(self.native, weight=operand), in_place=None)
+            return Linear(weight, bias, partial(self.native, weight=operand), packed=operand)
         prepared = self._prepare(weight, bias, shared=shared)
         return Linear(weight, bias, prepared, in_place=None if prepared.operand.is_mkldnn else prepared.operand)
 

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import SiLUActivation
 
+from radixrt.kernels.backend import LayerShape
 from radixrt.kernels.cpu.gate import NativeGate
+from radixrt.kernels.cpu.layer import NativeLayer
 from radixrt.kernels.cpu.native import DTYPES
 from radixrt.kernels.cpu.norm import NativeNorm
 from radixrt.kernels.cpu.product import Weight
@@ -230,29 +232,56 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_up = fused((original.gate_proj, original.up_proj), shop)
         self.down = shop.linear(original.down_proj.weight, original.down_proj.bias)
-        self._gated = gated(original.act_fn, original.gate_proj.weight.dtype, shop)
+        self.gated = gated(original.act_fn, original.gate_proj.weight.dtype, shop)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down.forward(self._gated(self.gate_up.forward(x)))
+        return self.down.forward(self.gated(self.gate_up.forward(x)))
 
 
-def straight(layer: Any) -> Function:
+def straight(layer: Any, shop: Workshop) -> Function:
     """The forward of a decoder layer whose parts are lean, without the library's wrappers: 50 us a layer.
 
-    `[1, T, K]` to the same: norm, attention, add, norm, MLP, add. Hooks of the parts are not called.
+    `[1, T, K]` to the same: norm, attention, add, norm, MLP, add; in one native call where that serves the layer and
+    the step. Hooks of the parts are not called.
     """
     parts = (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp)
     norm, attend, second_norm, mlp = (part.forward for part in parts)
+    attention, whole = layer.self_attn, _whole(parts, shop)
 
     def forward(
         hidden_states: torch.Tensor, position_embeddings: Any = None, attention_mask: None = None, **_: Any
     ) -> torch.Tensor:
+        step, terms = getattr(attention.radixrt_binding, "step", None), getattr(position_embeddings, "terms", None)
+        if whole is not None and attention_mask is None and step is not None and step.is_native and terms is not None:
+            ran: torch.Tensor = step.run(attention.layer_idx, whole, hidden_states, *terms)
+            return ran
         attended, _ = attend(norm(hidden_states), position_embeddings, attention_mask)
         hidden_states = attended.add_(hidden_states)
         summed: torch.Tensor = mlp(second_norm(hidden_states)).add_(hidden_states)
         return summed
 
     return forward
+
+
+def _whole(parts: tuple[Any, ...], shop: Workshop) -> NativeLayer | None:
+    """A decoder layer of these parts in the native library; None where that has not all that they do."""
+    norm, attention, second_norm, mlp = parts
+    if shop.native is None or not (isinstance(norm, RMSNorm) and isinstance(second_norm, RMSNorm)):
+        return None
+    if not isinstance(mlp, MLP) or not isinstance(mlp.gated, NativeGate) or attention.norm_weight is not None:
+        return None
+    _, num_k, _ = attention.num_heads
+    linears = [attention.qkv, attention.out, mlp.gate_up, mlp.down]
+    if any(linear.packed is None for linear in linears):
+        return None
+    return NativeLayer(
+        shop.native.library,
+        norms=[(norm.weight, norm.eps), (second_norm.weight, second_norm.eps)],
+        products=[(linear.packed, linear.bias) for linear in linears],
+        shape=LayerShape(num_k, attention.head_dim, attention.head_dim),
+        scale=attention.scale,
+        window=attention.window,
+    )
 
 
 class Experts(nn.Module):

@@ -126,7 +126,9 @@ class _Slimming:
             if lean is None:
                 self.children_of(child)
                 if _kind(child) in _LAYERS and isinstance(child.self_attn, Attention) and _is_plain(child):
-                    child.forward = straight(child)  # the layer itself stays: the library collects its outputs by class
+                    child.forward = straight(
+                        child, self.shop
+                    )  # the layer itself stays: the library collects its outputs by class
                 if self.memory is not None:
                     self.memory.trim(from_bytes=_TRIM)
                 continue

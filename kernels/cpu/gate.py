@@ -25,6 +25,6 @@ class NativeGate:
             raise ValueError(f"x {list(x.shape)} has no two halves")
         rows = as_rows(x)
         y = x.new_empty(*x.shape[:-1], width)
-        sizes = (rows.shape[0], width, rows.stride(0), torch.get_num_threads())
+        sizes = (rows.shape[0], width, rows.stride(0), width, torch.get_num_threads())
         self._gate[x.dtype](GATE.pack(rows.data_ptr(), y.data_ptr(), *sizes))
         return y

@@ -38,7 +38,7 @@ PAIRS = {torch.float32: 1, torch.bfloat16: 2}  # how many neighbours lie side by
 DTYPES = tuple(PAIRS)
 _PAGE_SIZES = (8, 16, 32, 64, 128)
 _DIGEST_LEN = hashlib.sha256().digest_size
-_NO_WINDOW = np.iinfo(np.int64).max
+NO_WINDOW = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +135,13 @@ def _has_tiles() -> bool:
 
 
 # The library's arguments, packed as the structures of the same names: ctypes takes ten times as long to fill one.
-_CALL = struct.Struct("@" + 4 * "Pqq" + "2P4q2fi")  # native.cpp
-PRODUCT = struct.Struct("@4P5q")  # native/product.h
-NORM = struct.Struct("@3P4qf")  # native/norm.h
+_ATTENTION = struct.Struct("@" + 4 * "Pqq" + "2P4q2fi")  # native/attention.h
+PRODUCT = struct.Struct("@5P5q")  # native/product.h
+NORM = struct.Struct("@3P5qf")  # native/norm.h
 ROTATION = struct.Struct("@3P5q")  # native/rotation.h
-GATE = struct.Struct("@2P4q")  # native/gate.h
+GATE = struct.Struct("@2P5q")  # native/gate.h
+LAYER = struct.Struct("@10P6q3f")  # native/layer.h
+LAYER_ROWS = struct.Struct("@6P2q")
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -158,9 +160,11 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.radixrt_prepare.argtypes = (int64, int32, pointer, pointer)
     library.radixrt_prepare.restype = pointer
     library.radixrt_free.argtypes = (pointer,)
-    for verb in ("attend", "multiply", "normalise", "rotate", "gate"):
+    arguments: dict[str, tuple[Any, ...]] = dict.fromkeys(("multiply", "normalise", "rotate", "gate"), (packed,))
+    arguments |= {"attend": (pointer, packed), "run": (pointer, packed, packed)}
+    for verb, types in arguments.items():
         for function in by_dtype(library, verb).values():
-            function.argtypes, function.restype = (pointer, packed) if verb == "attend" else (packed,), None
+            function.argtypes, function.restype = types, None
     library.radixrt_copy_pages.argtypes = (pointer, pointer, pointer, int64, pointer, pointer, int64, int32)
     library.radixrt_copy_pages.restype = None
     return library
@@ -251,13 +255,13 @@ class NativeAttention:
             raise ValueError(f"scale {scale}, window {window} and softcap {softcap} must be positive")
         q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (q, k, v))
         out = q.new_empty(num_rows, num_heads, dim)
-        call = _CALL.pack(
+        call = _ATTENTION.pack(
             *(q.data_ptr(), *q.stride()[:2]),
             *(k.data_ptr(), *k.stride()[:2]),
             *(v.data_ptr(), *v.stride()[:2]),
             *(out.data_ptr(), num_heads * dim, dim),
             *(kv.k.data_ptr(), kv.v.data_ptr()),
-            *(num_heads, num_kv_heads, dim, _NO_WINDOW if window is None else window),
+            *(num_heads, num_kv_heads, dim, NO_WINDOW if window is None else window),
             *(scale, softcap or 0.0, torch.get_num_threads()),
         )
         self._attend[q.dtype](step.handle, call)

@@ -25,6 +25,6 @@ class NativeNorm:
             raise ValueError(f"x {list(x.shape)} of {x.dtype} does not fit {list(weight.shape)} of {weight.dtype}")
         rows = as_rows(x)
         y = x.new_empty(x.shape)
-        sizes = (rows.shape[0], width, rows.stride(0), torch.get_num_threads())
+        sizes = (rows.shape[0], width, rows.stride(0), width, torch.get_num_threads())
         self._normalise[x.dtype](NORM.pack(rows.data_ptr(), weight.data_ptr(), y.data_ptr(), *sizes, eps))
         return y

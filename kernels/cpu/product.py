@@ -80,7 +80,7 @@ class NativeProduct:
         rows = as_rows(x)
         y = x.new_empty(*x.shape[:-1], n)
         call = PRODUCT.pack(
-            *(rows.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr()),
+            *(rows.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), 0, y.data_ptr()),
             *(rows.shape[0], k, n, rows.stride(0), torch.get_num_threads()),
         )
         self._multiply[x.dtype](call)

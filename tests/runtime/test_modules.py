@@ -13,6 +13,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -21,12 +22,16 @@ from transformers import AttentionInterface
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
+from radixrt.kernels.cpu.layer import NativeLayer
+from radixrt.runtime import modules
 from radixrt.runtime.backends import choose_product
+from radixrt.runtime.batch import Batch
 from radixrt.runtime.errors import ModelError
 from radixrt.runtime.linear import Linear
 from radixrt.runtime.modules import MLP, Attention, Embedding, Experts, RMSNorm, Rotary, by_rows
 from radixrt.runtime.slimming import Slimmed, slim
 from radixrt.runtime.threads import threads
+from radixrt.runtime.transformer import TransformerModel
 
 from . import tiny
 
@@ -39,6 +44,8 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 class OwnRow:
     """A step in which a row attends to nothing but itself: what is left of a model works row by row."""
+
+    is_native = False
 
     @staticmethod
     def attend(_layer: int, q: torch.Tensor, _k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -147,6 +154,37 @@ def test_recognised_modules_are_replaced(name: str, dtype: torch.dtype) -> None:
         layer.self_attn(torch.zeros(1, 1, 32), (torch.ones(1, 1, 8), torch.ones(1, 1, 8)), torch.zeros(1, 1, 1, 1))
 
 
+@pytest.mark.parametrize("name", [*tiny.WIDE, "gelu"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layers_run_whole_where_the_library_has_all_their_parts(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one call each, with the bits of their parts; a part that the library lacks keeps a layer in parts."""
+    if choose_product(dtype, asked="native").native is None:
+        pytest.skip(choose_product(dtype, asked="native").reason)
+    config = tiny.wide("llama" if name == "gelu" else name)
+    if name == "gelu":
+        config.hidden_act = "gelu"
+    call, calls, found = NativeLayer.__call__, list[NativeLayer](), list[torch.Tensor]()
+
+    def counted(self: NativeLayer, *given: Any) -> torch.Tensor:
+        calls.append(self)
+        return call(self, *given)
+
+    monkeypatch.setattr(NativeLayer, "__call__", counted)
+    token_ids = np.random.default_rng(0).integers(1, tiny.VOCAB_SIZE, (3, 20))
+    tables = 1 + np.arange(6).reshape(3, 2)
+    for whole in (modules._whole, lambda *_: None):
+        monkeypatch.setattr(modules, "_whole", whole)
+        model = TransformerModel(tiny.build(config, dtype=dtype), cpu_kernel="native")
+        model.allocate(num_pages=6, page_size=16)
+        for start, stop in ((0, 17), (17, 20)):
+            batch = Batch.side_by_side(token_ids[:, start:stop], start=start, tables=tables, page_size=16)
+            found.append(model.forward(batch).logits)
+    assert all(map(torch.equal, found[:2], found[2:]))
+    assert len(calls) == (2 * config.num_hidden_layers if name in ("llama", "llama3-rope", "mistral", "qwen2") else 0)
+
+
 def test_biases_are_fused() -> None:
     expected = logits(model := built("llama", torch.float32, attention_bias=True, mlp_bias=True))
     for parameter in model.parameters():
@@ -229,7 +267,7 @@ def test_tied_embeddings_stay_tied(name: str, dtype: torch.dtype, kernel: str) -
     assert float(worst.max()) < TOLERANCES[dtype]
     if isinstance(embedding, Embedding):
         assert choose_product(dtype, asked=kernel).native is not None
-        assert head.multiply.keywords["weight"] is embedding.packed
+        assert head.packed is embedding.packed
         alive = weakref.ref(weight)
         del weight
         gc.collect()
@@ -259,7 +297,10 @@ MEASURE = """
 import json, re, sys, torch
 from radixrt.runtime.conversion import quiet_transformers
 from radixrt.runtime.loading import _read, resolve
+from radixrt.kernels.cpu.layer import NativeLayer
+from radixrt.runtime import modules
 from radixrt.runtime.backends import choose_product
+from radixrt.runtime.batch import Batch
 from radixrt.runtime.slimming import slim
 
 def memory():

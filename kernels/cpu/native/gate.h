@@ -4,14 +4,17 @@
 #include <algorithm>
 
 #include "simd.h"
+#include "team.h"
 
 namespace radixrt {
 
 struct Gate {
     const void* x;  // [num_rows, 2 * width]: gates, then what they are multiplied with; rows x_stride elements apart
-    void* y;        // [num_rows, width]
-    int64_t num_rows, width, x_stride;
+    void* y;        // [num_rows, width], rows y_stride elements apart
+    int64_t num_rows, width, x_stride, y_stride;
     int64_t threads;
+
+    int64_t work() const { return num_rows * width; }
 };
 
 // x / (1 + e^-x), through 2^-|x| since exp2 takes no large exponents.
@@ -23,18 +26,17 @@ inline f32x16 silu(f32x16 x) {
 
 // y = silu(gate) * up, both operations rounded to an Element as a model's own code does.
 template <class Element>
-void gate(const Gate& gate) {
+void gate(const Gate& gate, Worker& worker) {
     const int64_t width = gate.width;
-#pragma omp parallel for num_threads(gate.threads) if (gate.num_rows * width > 1 << 16)
-    for (int64_t row = 0; row < gate.num_rows; ++row) {
+    worker.share(gate.num_rows, part_of(4 * width), [&](int64_t row) {
         const Element* x = (const Element*)gate.x + row * gate.x_stride;
-        Element* y = (Element*)gate.y + row * width;
+        Element* y = (Element*)gate.y + row * gate.y_stride;
         for (int64_t i = 0; i < width; i += LANES) {
             const int64_t count = std::min<int64_t>(LANES, width - i);
             const f32x16 open = rounded<Element>(silu(load_some(x + i, count)));
             store_some(y + i, open * load_some(x + width + i, count), count);
         }
-    }
+    });
 }
 
 }  // namespace radixrt

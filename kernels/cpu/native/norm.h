@@ -8,25 +8,27 @@
 #include <cmath>
 
 #include "simd.h"
+#include "team.h"
 
 namespace radixrt {
 
 struct Norm {
     const void* x;       // [num_rows, width], rows x_stride elements apart
     const void* weight;  // [width]
-    void* y;             // [num_rows, width]
-    int64_t num_rows, width, x_stride;
+    void* y;             // [num_rows, width], rows y_stride elements apart
+    int64_t num_rows, width, x_stride, y_stride;
     int64_t threads;
     float eps;
+
+    int64_t work() const { return num_rows * width; }
 };
 
 // y = x / sqrt(mean(x^2) + eps) * weight, in float32 until it is stored.
 template <class Element>
-void normalise(const Norm& norm) {
-#pragma omp parallel for num_threads(norm.threads) if (norm.num_rows * norm.width > 1 << 16)
-    for (int64_t row = 0; row < norm.num_rows; ++row) {
+void normalise(const Norm& norm, Worker& worker) {
+    worker.share(norm.num_rows, part_of(norm.width), [&](int64_t row) {
         const Element *x = (const Element*)norm.x + row * norm.x_stride, *weight = (const Element*)norm.weight;
-        Element* y = (Element*)norm.y + row * norm.width;
+        Element* y = (Element*)norm.y + row * norm.y_stride;
         f32x16 squares = {};
         for (int64_t i = 0; i < norm.width; i += LANES) {
             const f32x16 v = load_some(x + i, norm.width - i);
@@ -38,7 +40,7 @@ void normalise(const Norm& norm) {
             const int64_t count = std::min<int64_t>(LANES, norm.width - i);
             store_some(y + i, load_some(x + i, count) * scale * load_some(weight + i, count), count);
         }
-    }
+    });
 }
 
 }  // namespace radixrt

@@ -10,6 +10,7 @@
 
 #include "scratch.h"
 #include "simd.h"
+#include "team.h"
 
 namespace radixrt {
 
@@ -23,15 +24,17 @@ constexpr int SLAB = 512;         // rows at a time, so that the copy of their i
 constexpr int PART = 1 << 18;     // inputs of rows that a task takes at most, to find them in the second cache,
 constexpr int PART_ROWS = 64;     // but at least so many rows, or weights would be read too often
 constexpr int NEAR = 4096;        // bytes that a lone block fetches ahead: 2 to 8 % faster than 2,048 or 8,192
-constexpr int ALONE = 1 << 16;    // multiplications that one thread does before a second one has woken up
 
 struct Product {
     const void* x;       // [num_rows, num_inputs], rows x_stride elements apart
     const void* weight;  // [panels, ceil(num_inputs / PAIR), WIDTH, PAIR], filled up with zeros
     const void* bias;    // [num_outputs], or null
+    const void* add;     // [num_rows, num_outputs] to add to what was rounded, or null
     void* y;             // [num_rows, num_outputs]
     int64_t num_rows, num_inputs, num_outputs, x_stride;
     int64_t threads;
+
+    int64_t work() const { return num_rows * num_inputs * num_outputs; }
 };
 
 // Inputs of rows, as a format multiplies them.
@@ -75,8 +78,10 @@ template <class Output>
 inline void put(const Product& product, int64_t row, int64_t column, f32x16 sum) {
     const int64_t count = std::min<int64_t>(LANES, product.num_outputs - column);
     if (count <= 0) return;
+    const int64_t at = row * product.num_outputs + column;
     if (product.bias) sum = sum + load_some((const Output*)product.bias + column, count);
-    store_some((Output*)product.y + row * product.num_outputs + column, sum, count);
+    if (product.add) sum = rounded<Output>(sum) + load_some((const Output*)product.add + at, count);
+    store_some((Output*)product.y + at, sum, count);
 }
 
 // Rows [row, row + R) with inputs [first, first + depth) of one panel. Sums stay in `kept` until the last inputs came.
@@ -147,56 +152,77 @@ void multiply_panel(const Product& product, Inputs<Format> x, int64_t panel, int
     }
 }
 
-// The inputs of all rows as they are multiplied: widened, or where they lie, or a copy that is better to read.
+// Elements from one row to the next, a line at least, at which rows do not share few places of the first cache, as
+// those a power of two apart do.
+template <class Element>
+int64_t spread(int64_t width) {
+    constexpr int64_t LINE = 64 / sizeof(Element);
+    return ((width + LINE - 1) / LINE | 1) * LINE;
+}
+
+// How the inputs of rows are read: where they lie, or in a copy of so many bytes, widened or better to read.
+struct Layout {
+    int64_t stride, copy_bytes;
+};
+
 template <class Format>
-Inputs<Format> prepare_inputs(const Product& product) {
+Layout layout_of(const Product& product) {
+    using Weight = typename Format::Weight;
+    constexpr bool IS_SAME = std::is_same_v<Weight, typename Format::Element>;
+    const int64_t k = product.num_inputs, stride = spread<Weight>(k);
+    const bool is_crowded = product.x_stride * sizeof(Weight) % 1024 == 0;
+    if (IS_SAME && k % Format::PAIR == 0 && !is_crowded) return {product.x_stride, 0};
+    return {stride, product.num_rows * stride * (int64_t)sizeof(Weight)};
+}
+
+template <class Format>
+Inputs<Format> prepare_inputs(const Product& product, void* copy, Worker& worker) {
     using Element = typename Format::Element;
     using Weight = typename Format::Weight;
-    static thread_local Scratch scratch;
-    constexpr int LINE = 64 / sizeof(Weight);
-    constexpr bool IS_SAME = std::is_same_v<Weight, Element>;
+    const Layout layout = layout_of<Format>(product);
+    if (layout.copy_bytes == 0) return {(const Weight*)product.x, layout.stride};
     const int64_t k = product.num_inputs;
-    // Rows a power of two apart would share few places of the first cache.
-    const bool is_crowded = product.x_stride * sizeof(Element) % 1024 == 0;
-    if (IS_SAME && k % Format::PAIR == 0 && !is_crowded) return {(const Weight*)product.x, product.x_stride};
-    const int64_t stride = ((k + LINE - 1) / LINE | 1) * LINE;
-    Weight* data = scratch.get<Weight>(product.num_rows * stride);
-#pragma omp parallel for num_threads(product.threads) if (product.num_rows * k > ALONE)
-    for (int64_t row = 0; row < product.num_rows; ++row) {
+    worker.share(product.num_rows, part_of(k), [&](int64_t row) {
         const Element* from = (const Element*)product.x + row * product.x_stride;
-        Weight* to = data + row * stride;
+        Weight* to = (Weight*)copy + row * layout.stride;
         for (int64_t i = 0; i < k; i += LANES) {
             Element rest[LANES] = {};
             const bool is_whole = i + LANES <= k;
             if (!is_whole) std::memcpy(rest, from + i, (k - i) * sizeof(Element));
-            if constexpr (IS_SAME) std::memcpy(to + i, is_whole ? from + i : rest, sizeof rest);
+            if constexpr (std::is_same_v<Weight, Element>) std::memcpy(to + i, is_whole ? from + i : rest, sizeof rest);
             else store(to + i, Format::to_float(is_whole ? from + i : rest));
         }
-    }
-    return {data, stride};
+    });
+    return {(const Weight*)copy, layout.stride};
+}
+
+// The memory that `multiply` needs for copies.
+template <class Format>
+int64_t slab_bytes(Product product) {
+    product.num_rows = std::min<int64_t>(SLAB, product.num_rows);
+    return layout_of<Format>(product).copy_bytes;
 }
 
 template <class Format>
-void multiply(Product product) {
+void multiply_slabs(Product product, void* copy, Worker& worker) {
     using Element = typename Format::Element;
     const int64_t panels = (product.num_outputs + WIDTH - 1) / WIDTH, num_rows = product.num_rows;
     const int64_t most = std::max<int64_t>(PART / product.num_inputs, PART_ROWS);
     for (int64_t done = 0; done < num_rows; done += SLAB) {
         product.num_rows = std::min<int64_t>(SLAB, num_rows - done);
-        const Inputs<Format> x = prepare_inputs<Format>(product);
+        const Inputs<Format> x = prepare_inputs<Format>(product, copy, worker);
         // Parts so small that their inputs stay in the second cache, and so many that no thread is without work.
         const int64_t busy = std::min((4 * product.threads + panels - 1) / panels, (product.num_rows + 31) / 32);
         const int64_t parts = std::max((product.num_rows + most - 1) / most, busy);
-        const int64_t work = panels * WIDTH * product.num_inputs * product.num_rows;
         // Guided: a thread takes panels that lie together, since it has the next one fetched.
-#pragma omp parallel for num_threads(product.threads) schedule(guided) if (work > ALONE)
-        for (int64_t i = 0; i < panels * parts; ++i) {
+        worker.share(panels * parts, Worker::GUIDED, [&](int64_t i) {
             const int64_t begin = product.num_rows * (i / panels) / parts;
             const int64_t end = product.num_rows * (i / panels + 1) / parts;
             multiply_panel<Format>(product, x, i % panels, begin, end - begin);
-        }
+        });
         product.x = (const Element*)product.x + product.num_rows * product.x_stride;
         product.y = (Element*)product.y + product.num_rows * product.num_outputs;
+        if (product.add) product.add = (const Element*)product.add + product.num_rows * product.num_outputs;
     }
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "scratch.h"
 #include "tile.h"
 
 namespace radixrt {
@@ -50,11 +51,17 @@ struct LayerTasks {
     int64_t num_partials = 0;              // of a head, counted in rows
 };
 
+// What layers use one after the other.
+struct LayerMemory {
+    Scratch normed, heads, attended, opened, gated, copy, partials;
+};
+
 struct Step {
     int64_t page_size;
     bool exact;
     std::vector<int64_t> positions, starts, page_indptr, page_ids, row_indptr, row_ids, write_rows, write_slots;
     std::vector<LayerTasks> layers;
+    LayerMemory memory;
 
     const LayerTasks& tasks(const LayerKey& key);
 

@@ -114,27 +114,51 @@ inline void multiply_sides(const Product& product, Inputs<TiledBFloat16> x, int6
     }
 }
 
-inline void multiply_bfloat16(const Product& product) {
-    const int64_t num_rows = product.num_rows, k = product.num_inputs, threads = product.threads;
-    if (num_rows <= PairedBFloat16::MANY || k % CHUNK) return multiply<PairedBFloat16>(product);
+inline void multiply_in_tiles(const Product& product, void* copy, Worker& worker) {
     constexpr int64_t HIGH = 2 * EDGE;
-    const Inputs<TiledBFloat16> x = prepare_inputs<TiledBFloat16>(product);
+    const int64_t num_rows = product.num_rows, k = product.num_inputs, threads = product.threads;
+    const Inputs<TiledBFloat16> x = prepare_inputs<TiledBFloat16>(product, copy, worker);
     const int64_t panels = (product.num_outputs + WIDTH - 1) / WIDTH, sides = (num_rows + HIGH - 1) / HIGH;
     const int64_t most = sides == 1 ? 1 : std::max<int64_t>(GROUP_BYTES / (k * WIDTH * 2), 1);  // panels of a group
     const int64_t groups = std::max((panels + most - 1) / most, std::min(4 * threads, panels));
     const int64_t parts = std::min((4 * threads + groups - 1) / std::max<int64_t>(groups, 1), sides);
-#pragma omp parallel for num_threads(threads) schedule(guided) if (panels * WIDTH * k * num_rows > 4 * ALONE)
-    for (int64_t i = 0; i < groups * parts; ++i) {
+    worker.share(groups * parts, Worker::GUIDED, [&](int64_t i) {
         const int64_t group = i % groups, part = i / groups;
         multiply_sides(product, x, sides * part / parts * HIGH, std::min(sides * (part + 1) / parts * HIGH, num_rows),
                        panels * group / groups, panels * (group + 1) / groups);
-    }
+    });
 }
 
-#else
-
-inline void multiply_bfloat16(const Product& product) { multiply<BFloat16>(product); }
-
 #endif
+
+// How attention of these elements multiplies, and products that are not tiled.
+template <class Element>
+using Vectors = std::conditional_t<std::is_same_v<Element, float>, Float32, PairedBFloat16>;
+
+template <class Element>
+bool is_tiled([[maybe_unused]] const Product& product) {
+#if defined(RADIXRT_AMX) && defined(__AMX_BF16__)
+    if (std::is_same_v<Element, bfloat16>)
+        return product.num_rows > PairedBFloat16::MANY && product.num_inputs % CHUNK == 0;
+#endif
+    return false;
+}
+
+// The memory that `multiply` needs for a copy of the inputs.
+template <class Element>
+int64_t copy_bytes(const Product& product) {
+#if defined(RADIXRT_AMX) && defined(__AMX_BF16__)
+    if (is_tiled<Element>(product)) return layout_of<TiledBFloat16>(product).copy_bytes;
+#endif
+    return slab_bytes<Vectors<Element>>(product);
+}
+
+template <class Element>
+void multiply(const Product& product, void* copy, Worker& worker) {
+#if defined(RADIXRT_AMX) && defined(__AMX_BF16__)
+    if (is_tiled<Element>(product)) return multiply_in_tiles(product, copy, worker);
+#endif
+    multiply_slabs<Vectors<Element>>(product, copy, worker);
+}
 
 }  // namespace radixrt
