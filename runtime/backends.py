@@ -1,4 +1,4 @@
-"""Which attention backend and which products serve a model here, and why. Knows nothing of what they compute."""
+"""Which attention backend, products and draws serve a model here, and why. Knows nothing of what they compute."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from functools import cache
 
 import torch
 
+from radixrt.kernels import draws
 from radixrt.kernels.backend import AttentionBackend, LayerShape
 from radixrt.kernels.cpu import native, product
+from radixrt.kernels.cpu.draw import NativeDraw
 from radixrt.kernels.cpu.native import NativeAttention
 from radixrt.kernels.cpu.product import NativeProduct
 from radixrt.kernels.cpu.torch_attention import TorchAttention
+from radixrt.kernels.draws import Drawer
 
 from .errors import ModelError
 
@@ -98,6 +101,27 @@ def choose_product(dtype: torch.dtype, *, asked: str | None = None) -> ChosenPro
     if built is None or built.library is None:
         return ChosenProduct(None, unserved or "the native library has no build")
     return ChosenProduct(NativeProduct(built.library), "the same bits in any company by construction")
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenDraw:
+    """What draws tokens, and why it is this."""
+
+    draw: Drawer
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'native' if isinstance(self.draw, NativeDraw) else 'numpy'} ({self.reason})"
+
+
+def choose_draw(*, asked: str | None = None) -> ChosenDraw:
+    """What draws from rows of logits in the host's memory; `asked` as for `choose_product`."""
+    if _resolve(asked) == "torch":
+        return ChosenDraw(draws.draw, "torch was asked for")
+    built = native.build()
+    if built.library is None:
+        return ChosenDraw(draws.draw, "the native library has no build")
+    return ChosenDraw(NativeDraw(built.library), "the same tokens, sooner")
 
 
 def _resolve(asked: str | None) -> str | None:

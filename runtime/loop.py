@@ -5,12 +5,14 @@ Knows nothing of how requests begin and end, nor of what a caller may ask. One t
 
 from __future__ import annotations
 
+from itertools import islice
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from radixrt.kernels.draws import Logits
 from radixrt.radix import LiveTables, RadixCache, require
 
 from .config import EngineConfig
@@ -197,7 +199,7 @@ class Loop:
             finite = [entry for entry in plan.entries if forward.finite[entry.rows].all()]
             sound = [entry for entry in finite if entry.sequence not in unheard]
             logits = self._logits(plan, sound, forward)
-            drawn = [self._draw(sequence, row) for sequence, row in logits]
+            drawn = self._draw(logits)
         except BaseException as error:
             self._runner.withdraw(plan)
             if not isinstance(error, Exception):
@@ -225,23 +227,32 @@ class Loop:
         freed, self._freed = self._freed, []
         self._recorder.step(plan, drawn, freed, self.tier.costs if self.tier.follows_costs else None)
 
-    def _logits(self, plan: StepPlan, sound: list[Entry], forward: Forward) -> list[tuple[Sequence, torch.Tensor]]:
+    def _logits(self, plan: StepPlan, sound: list[Entry], forward: Forward) -> list[tuple[Sequence, Logits]]:
         """The sequences that get a next token, and its logits."""
         sampling = [entry for entry in sound if entry.samples]
-        if not sampling:
-            return []
-        index = np.searchsorted(plan.logit_rows, [entry.rows[-1] for entry in sampling])
-        logits = forward.logits.cpu()
+        index = np.searchsorted(plan.logit_rows, [entry.rows[-1] for entry in sampling]).tolist()
+        logits = forward.logits.numpy(force=True)
         return [(entry.sequence, logits[at]) for entry, at in zip(sampling, index, strict=True)]
 
-    def _draw(self, sequence: Sequence, logits: torch.Tensor) -> list[Sampled]:
-        """The next token, or one of each choice where they begin to differ; none in a search, which waits for all."""
+    def _draw(self, logits: list[tuple[Sequence, Logits]]) -> list[list[Sampled]]:
+        """The next token of each, or one of each choice where they begin to differ; none in a search, which waits for
+        all.
+        """
+        counts, given, rows = [], [], []
+        for sequence, its in logits:
+            paths = self._paths(sequence)
+            counts.append(len(paths))
+            given += [its] * len(paths)
+            rows += [sequence.sampler_row(path, self._model.eos_token_ids) for path in paths]
+        drawn = iter(sample(given, rows, self._model.draw))
+        return [list(islice(drawn, count)) for count in counts]
+
+    def _paths(self, sequence: Sequence) -> tuple[tuple[int, ...], ...]:
+        """Those on which a sequence goes on by draws."""
         request = self.requests.of(sequence.number)
         if request.search is not None:
-            return []
-        paths = request.paths if sequence.num_branches > 1 else (sequence.path,)
-        rows = [sequence.sampler_row(path, self._model.eos_token_ids) for path in paths]
-        return sample([logits] * len(rows), rows)
+            return ()
+        return request.paths if sequence.num_branches > 1 else (sequence.path,)
 
     def _commit(self, plan: StepPlan, sound: list[Entry]) -> None:
         """Charge and publish what the step computed; a request with a NaN ends alone and publishes nothing."""
@@ -326,11 +337,11 @@ class Loop:
             return True
         return False
 
-    def _search_on(self, beam: Sequence, logits: torch.Tensor) -> None:
+    def _search_on(self, beam: Sequence, logits: Logits) -> None:
         """Keep a beam's logits until all of its request are there; then go on with the best continuations."""
         request = self.requests.of(beam.number)
         assert request.search is not None
-        beam.logits = logits.clone()
+        beam.logits = torch.from_numpy(logits.copy())
         ready = [branch.logits for branch in request.branches if branch.logits is not None]
         if len(ready) < len(request.branches):
             return

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from radixrt.kernels.draws import Drawer
 from radixrt.kernels.plan import IntArray
 
 from .batch import Batch
@@ -49,6 +50,10 @@ class Model(Protocol):
 
     def describe(self) -> dict[str, str]:
         """Facts for people: name, geometry, which attention runs and why."""
+
+    @property
+    def draw(self) -> Drawer:
+        """What draws tokens from its logits."""
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of KV that one page of `page_size` tokens takes over all layers."""

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from radixrt.kernels import draws
+from radixrt.kernels.draws import Drawer
 from radixrt.kernels.plan import AttentionPlan, IntArray
 
 from .batch import Batch
@@ -69,6 +71,10 @@ class HashModel:
 
     def describe(self) -> dict[str, str]:
         return {"model": "hash model", "attention": "reads the whole path through the attention plan"}
+
+    @property
+    def draw(self) -> Drawer:
+        return draws.draw
 
     def page_bytes(self, page_size: int) -> int:
         return 16 * page_size

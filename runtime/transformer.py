@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from radixrt.kernels.draws import Drawer
 from radixrt.kernels.plan import IntArray
 
 from .attention import Step, prepare, run_packed
-from .backends import Chosen, choose_backend, choose_product, probe_backend
+from .backends import Chosen, choose_backend, choose_draw, choose_product, probe_backend
 from .batch import Batch
 from .errors import ModelError
 from .fences import Fence
@@ -60,6 +61,7 @@ class TransformerModel:
         self._num_parameters = sum(parameter.numel() for parameter in hf_model.parameters())
         untouched = run_untouched(hf_model)
         self._product = choose_product(self.dtype, asked=cpu_kernel) if on_cpu else None
+        self._draw = choose_draw(asked=cpu_kernel)
         self._slimmed = None
         if self._product is not None:
             self._slimmed = slim(hf_model, exact=wanted, max_rows=_MAX_ROWS, owned=owned, native=self._product.native)
@@ -114,9 +116,14 @@ class TransformerModel:
             "layers": f"{len(self._shapes)}, {' and '.join(shapes)}",
             "attention": "not chosen yet" if self._chosen is None else str(self._chosen),
             **({} if self._product is None else {"products": str(self._product)}),
+            "draws": str(self._draw),
             "modules": "as loaded" if self._slimmed is None else str(self._slimmed),
             "exact": "yes, to the bit" if self.exact else f"no: {self._inexact}",
         } | {f"note {i}": note for i, note in enumerate(self.notes, 1)}
+
+    @property
+    def draw(self) -> Drawer:
+        return self._draw.draw
 
     def page_bytes(self, page_size: int) -> int:
         return page_size * self.dtype.itemsize * sum(shape.token_width for shape in self._shapes.values())

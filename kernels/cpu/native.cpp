@@ -1,7 +1,8 @@
 // The native CPU backend's entry points: steps, attention of one layer, copies of pages, products, norms, rotations,
-// gates, and decoder layers, which are all of these.
+// gates, decoder layers, which are all of these, and draws.
 // Knows nothing of Python or torch: plain pointers and strides, checked by the caller.
 
+#include "native/draw.h"
 #include "native/layer.h"
 
 namespace radixrt {
@@ -80,6 +81,15 @@ void radixrt_gate_bfloat16(const Gate* call) { run<bfloat16>(*call); }
 void radixrt_run_float32(Step* step, const Layer* layer, const LayerRows* call) { run<float>(*step, *layer, *call); }
 
 void radixrt_run_bfloat16(Step* step, const Layer* layer, const LayerRows* call) { run<bfloat16>(*step, *layer, *call); }
+
+// Where each draws from its own row.
+void radixrt_draw(const Draw* draws, int64_t num_draws, int64_t threads, int64_t* found) {
+    int64_t work = 0;
+    for (int64_t i = 0; i < num_draws; ++i) work += draws[i].count;
+    together(worth(threads, work), [&](Worker& worker) {
+        worker.share(num_draws, 1, [&](int64_t i) { found[i] = drawn(draws[i]); });
+    });
+}
 
 // Copy page src[i] of each cache to page dst[i] of the one like it in targets; page_bytes[c] is the size of a page of
 // cache c.

@@ -142,6 +142,7 @@ ROTATION = struct.Struct("@3P5q")  # native/rotation.h
 GATE = struct.Struct("@2P5q")  # native/gate.h
 LAYER = struct.Struct("@10P6q3f")  # native/layer.h
 LAYER_ROWS = struct.Struct("@6P2q")
+DRAW = struct.Struct("@2Pq3d2Q")  # native/draw.h
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -165,6 +166,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     for verb, types in arguments.items():
         for function in by_dtype(library, verb).values():
             function.argtypes, function.restype = types, None
+    library.radixrt_draw.argtypes, library.radixrt_draw.restype = (packed, int64, int64, pointer), None
     library.radixrt_copy_pages.argtypes = (pointer, pointer, pointer, int64, pointer, pointer, int64, int32)
     library.radixrt_copy_pages.restype = None
     return library

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 
+from radixrt.kernels.draws import Drawer, Logits
 from radixrt.kernels.plan import AttentionPlan
 from radixrt.runtime import Engine, FinishEvent, SamplingParams, loop as loop_module
 from radixrt.runtime.batch import Batch
@@ -61,7 +62,7 @@ CASES = [
     pytest.param("gpt2", "float32", "torch", marks=pytest.mark.deep),
 ]
 
-Logits = dict[tuple[tuple[int, ...], int], torch.Tensor]  # by (seed, position): which request, and where
+Seen = dict[tuple[tuple[int, ...], int], Logits]  # by (seed, position): which request, and where
 
 
 def make(name: str, dtype: str, kernel: str, *, exact: bool | None = None) -> TransformerModel:
@@ -78,18 +79,18 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Logits:
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """All logits that any engine samples from; where a place is met again, its bits must be the same."""
-    logits: Logits = {}
+    logits: Seen = {}
 
-    def look(rows_of_logits: Any, rows: list[SamplerRow]) -> Any:
+    def look(rows_of_logits: list[Logits], rows: list[SamplerRow], draw: Drawer) -> Any:
         for scores, row in zip(rows_of_logits, rows, strict=True):
             place = row.seed, row.position
             if place not in logits:
-                logits[place] = scores.clone()
-            elif not torch.equal(scores, logits[place]):
+                logits[place] = scores.copy()
+            elif not np.array_equal(scores, logits[place]):
                 raise Different(place)
-        return sample(rows_of_logits, rows)
+        return sample(rows_of_logits, rows, draw)
 
     monkeypatch.setattr(loop_module, "sample", look)
     return logits
@@ -122,7 +123,7 @@ def finish(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype", "kernel"), CASES)
-def test_no_way_of_computing_changes_a_bit(name: str, dtype: str, kernel: str, seen: Logits) -> None:
+def test_no_way_of_computing_changes_a_bit(name: str, dtype: str, kernel: str, seen: Seen) -> None:
     model = make(name, dtype, kernel)
     assert model.exact
     for number in range(0, NUM_PROMPTS, 3):
@@ -137,7 +138,7 @@ def test_no_way_of_computing_changes_a_bit(name: str, dtype: str, kernel: str, s
 
 
 @pytest.mark.parametrize("kernel", ["native", "torch"])
-def test_threads_forks_and_preemption_change_no_bit(kernel: str, seen: Logits) -> None:
+def test_threads_forks_and_preemption_change_no_bit(kernel: str, seen: Seen) -> None:
     model = make("llama", "float32", kernel)
     run(model, range(NUM_PROMPTS)).close()
     before = torch.get_num_threads()
@@ -159,7 +160,7 @@ def test_threads_forks_and_preemption_change_no_bit(kernel: str, seen: Logits) -
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), [("float32", "native"), ("bfloat16", "native"), ("float32", "torch")])
-def test_no_plan_changes_a_bit(dtype: str, kernel: str, seen: Logits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_plan_changes_a_bit(dtype: str, kernel: str, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("llama", dtype, kernel)
     run(model, range(NUM_PROMPTS)).close()
     random = Random(0)
@@ -175,7 +176,7 @@ def test_no_plan_changes_a_bit(dtype: str, kernel: str, seen: Logits, monkeypatc
 
 
 @pytest.mark.parametrize("kernel", ["native", "torch"])
-def test_ungrouped_attention_would_be_seen(kernel: str, seen: Logits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ungrouped_attention_would_be_seen(kernel: str, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """With nodes that are reduced in blocks from wherever they start, sharing changes bits."""
     model = make("llama", "float32", kernel)
     grouped = Batch.plan
@@ -190,7 +191,7 @@ def test_ungrouped_attention_would_be_seen(kernel: str, seen: Logits, monkeypatc
         run(model, range(NUM_PROMPTS))
 
 
-def test_products_of_single_rows_would_be_seen(seen: Logits) -> None:
+def test_products_of_single_rows_would_be_seen(seen: Seen) -> None:
     """Without padding and tiles the bits of a row depend on how many stand beside it."""
     model = make("llama", "float32", "torch", exact=False)
     assert not model.exact

@@ -20,9 +20,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from radixrt.runtime.draws import gumbel_noise
+from radixrt.kernels import draws
+from radixrt.kernels.draws import draw_key, gumbel_noise
+from radixrt.runtime import sampler
+from radixrt.runtime.backends import choose_draw
 from radixrt.runtime.params import SamplingParams
-from radixrt.runtime.sampler import History, Sampled, SamplerRow, _largest, sample
+from radixrt.runtime.sampler import History, Sampled, SamplerRow, _largest
 
 VOCAB = 24
 EOS = frozenset({2})
@@ -43,6 +46,14 @@ def make_row(
         num_generated=len(output),
         eos_token_ids=EOS,
     )
+
+
+def sample(logits: torch.Tensor | Sequence[torch.Tensor], rows: Sequence[SamplerRow]) -> list[Sampled]:
+    """What every drawer says that is there."""
+    given = [row.numpy() for row in logits]
+    expected = sampler.sample(given, rows, draws.draw)
+    assert sampler.sample(given, rows, choose_draw().draw) == expected
+    return expected
 
 
 def choose(logits: Sequence[float] | np.ndarray[Any, Any], params: SamplingParams, **fields: Any) -> int:
@@ -76,7 +87,7 @@ def reference(logits: list[float], row: SamplerRow, prompt: Sequence[int], outpu
             kept.append(token_id)
         mass += weights[token_id]
     kept = [token_id for token_id in kept if weights[token_id] >= params.min_p]
-    noise = gumbel_noise(row.seed, row.path, row.position, np.arange(len(logits)))
+    noise = gumbel_noise(draw_key(row.seed, row.path, row.position), np.arange(len(logits)))
     return max(sorted(kept), key=lambda i: (scores[i] - scores[ranked[0]]) / params.temperature + noise[i])
 
 
