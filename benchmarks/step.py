@@ -56,7 +56,12 @@ class Sizes:
     @property
     def pages_each(self) -> int:
         """Of one sequence, up to the last step of the engine, and one for the watermark."""
-        return -(-(self.context + self.engine_steps + SPARE) // PAGE_SIZE) + 1
+        return -(-(self.context + self.engine_tokens) // PAGE_SIZE) + 1
+
+    @property
+    def engine_tokens(self) -> int:
+        """That each of an engine's sequences may generate."""
+        return 2 * self.engine_steps + SPARE
 
     @property
     def num_pages(self) -> int:
@@ -194,26 +199,32 @@ class Bench:
 
     def overhead(self, kind: str) -> None:
         """The engine's own steps with every sequence decoding, by phase."""
-        engine, steps = self.engines[OURS], []
-        params = rx.SamplingParams(max_tokens=self.sizes.engine_steps + SPARE, ignore_eos=True, **PARAMS[kind])
+        engine = self.engines[OURS]
+        params = rx.SamplingParams(max_tokens=self.sizes.engine_tokens, ignore_eos=True, **PARAMS[kind])
         handles = [engine.submit(text[:-1].tolist(), params) for text in self.texts]
         started: set[rx.Handle] = set()
         while len(started) < len(handles):
             started |= {event.handle for event in engine.step()}
-        with watch(engine, self.report.options.clock) as phases:
-            for _ in range(self.sizes.engine_steps):
-                engine.step()
-                steps.append(phases.take())
+        parted, steps = self.phases(), self.phases(FORWARD)
         for handle in handles:
             engine.abort(handle)
         engine.step()
-        whole = median(sum(step.values()) for step in steps)
+        whole = median(sum(step.values()) for step in parted)
         self.report.section(f"{self.dtype}, an engine's step of {len(handles)}, {kind}", "of the step")
-        for phase in phases.names:
-            seconds = median(step[phase] for step in steps)
+        for phase in parted[0]:
+            seconds = median(step[phase] for step in parted)
             self.report.add(phase, seconds * 1e3, "ms", baseline=f"{100 * seconds / whole:.1f} %")
         share = median(1 - step[FORWARD] / sum(step.values()) for step in steps)
         self.report.add("all but forward", 100 * share, "%", goal=Goal.at_most(10))
+
+    def phases(self, *only: str) -> list[dict[str, float]]:
+        """The phases of some steps of the engine, or only these and the rest."""
+        steps = []
+        with watch(self.engines[OURS], self.report.options.clock, only=only) as phases:
+            for _ in range(self.sizes.engine_steps):
+                self.engines[OURS].step()
+                steps.append(phases.take())
+        return steps
 
 
 def contexts(tokenizer: Tokenizer, count: int, length: int) -> np.ndarray:

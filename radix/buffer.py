@@ -33,6 +33,8 @@ class IntBuffer:
 
     def extend(self, values: IntArray) -> None:
         """Append `values`. Amortised O(len(values))."""
+        if not len(values):
+            return
         stop = self.size + len(values)
         if stop > len(self._data):
             grown = np.empty(max(stop, 2 * self.size), np.int32)

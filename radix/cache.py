@@ -175,7 +175,8 @@ class RadixCache:
         start, stop = table.seq_len, table.seq_len + len(new)
         shared = self._shared_pages(table, new, leader, shared_len)
         copies_last = self._copies_last(table, len(new))
-        fresh = self._room.alloc(self._num_needed(table, len(new), len(shared)), by or table.label)
+        num_needed = self._num_needed(table, len(new), len(shared), copies_last=copies_last)
+        fresh = self._room.alloc(num_needed, by or table.label)
         if fresh is None:
             return None
         copies: tuple[PageCopy, ...] = ()
@@ -192,7 +193,8 @@ class RadixCache:
         """Return how many pages `extend` by so many tokens would have to evict, with a leader's `shared_len`. Pure."""
         self._require_live(table)
         num_shared = max(0, shared_len // self.page_size - table.page_buffer.size)
-        return max(0, self._num_needed(table, num_tokens, num_shared) - self.pool.num_free)
+        copies_last = self._copies_last(table, num_tokens)
+        return max(0, self._num_needed(table, num_tokens, num_shared, copies_last=copies_last) - self.pool.num_free)
 
     def copies_done(self, plan: WritePlan) -> None:
         """The device has run the copies of `plan`: let go of their pages. Twice raises `CacheError`."""
@@ -224,9 +226,9 @@ class RadixCache:
             self._host.bring_home(page_ids[home:index], walk.page_ids[walk.num_device :])
             self.tree.use(page_ids[first:index], priority=table.priority, now=self._room.now)
             self._give(table, walk, index, stop)
+            self._room.settle(page_ids[max(len(tokens) // self.page_size - 1, 0) : len(tokens) // self.page_size + 1])
         table.written_len = len(tokens)
         self.tails.update(table)
-        self._room.settle(page_ids[max(table.num_tree_pages - 1, 0) : table.num_tree_pages + 1])
 
     def truncate(self, table: PageTable, seq_len: int) -> None:
         """Keep the first `seq_len` tokens of `table` and let go of the pages past them. O(pages dropped)."""
@@ -458,10 +460,10 @@ class RadixCache:
             raise CacheError(f"the leader differs at token {agreed}, before shared_len={shared_len}")
         return leader.page_buffer.view[table.page_buffer.size : shared_len // self.page_size].copy()
 
-    def _num_needed(self, table: PageTable, num_tokens: int, num_shared: int) -> int:
+    def _num_needed(self, table: PageTable, num_tokens: int, num_shared: int, *, copies_last: bool) -> int:
         """How many pages of its own `table` takes to grow by so many tokens."""
         num_pages = -(-(table.seq_len + num_tokens) // self.page_size)
-        return num_pages - table.page_buffer.size - num_shared + self._copies_last(table, num_tokens)
+        return num_pages - table.page_buffer.size - num_shared + copies_last
 
     def _copies_last(self, table: PageTable, num_tokens: int) -> bool:
         """Whether `table` grows in a last page that others read too."""

@@ -54,6 +54,8 @@ class PagePool:
         return self._take(self._host, num_pages)
 
     def _take(self, free: _FreeList, num_pages: int) -> IntArray | None:
+        if not num_pages:
+            return EMPTY  # what a token asks for that fits in its sequence's last page
         page_ids = free.pop(num_pages)
         if page_ids is not None:
             self.refs[page_ids] = 1

@@ -196,7 +196,8 @@ class Loop:
         try:  # nothing changes in here but what pages hold, and which log-probabilities are known
             forward = self._runner.run(plan, batch)
             unheard = self.scorer.hear(wishes, forward)
-            finite = [entry for entry in plan.entries if forward.finite[entry.rows].all()]
+            is_finite = bool(forward.finite.all())
+            finite = [entry for entry in plan.entries if is_finite or forward.finite[entry.rows].all()]
             sound = [entry for entry in finite if entry.sequence not in unheard]
             logits = self._logits(plan, sound, forward)
             drawn = self._draw(logits)

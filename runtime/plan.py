@@ -140,7 +140,7 @@ class StepPlan:
         write_rows, write_slots = self._writes()
         return Batch(
             token_ids=_concat([entry.sequence.tokens[start:stop] for entry, start, stop in segments]),
-            positions=_concat([np.arange(start, stop) for _, start, stop in segments]),
+            positions=_ranges([start for _, start, _ in segments], [stop for _, _, stop in segments]),
             write_rows=write_rows,
             write_slots=write_slots,
             row_indptr=_indptr([stop - start for _, start, stop in segments]),
@@ -158,6 +158,8 @@ class StepPlan:
         A kernel may let a NaN reach earlier rows of its segment (a weight of 0 times NaN), so rows that others share
         never stand in one segment with rows that they do not.
         """
+        if not self._parted:
+            return [(entry, entry.own_start, entry.stop)] if entry.own_start < entry.stop else []
         first = int(entry.rows[-1]) + 1 - entry.stop  # row minus position of the entry's own rows
         inside = (row - first for row in self._parted)
         cuts = sorted({entry.own_start, entry.stop, *(at for at in inside if entry.own_start < at < entry.stop)})
@@ -175,13 +177,15 @@ class StepPlan:
 
     def _writes(self) -> tuple[IntArray, IntArray]:
         """(row, slot) pairs: each row into the page of every sequence that shares it, each slot once."""
-        size = self.page_size
-        slots = []
-        for entry in self.entries:
-            positions = np.arange(entry.start, entry.stop)
-            slots.append(entry.table.page_ids[positions // size].astype(np.int64) * size + positions % size)
-        distinct, first = np.unique(_concat(slots), return_index=True)
-        return _concat([entry.rows for entry in self.entries])[first], distinct
+        size, starts = self.page_size, [entry.start for entry in self.entries]
+        # Of each entry the pages from the first that it writes in.
+        tables = [entry.table.page_ids[entry.start // size :] for entry in self.entries]
+        rows = [entry.rows for entry in self.entries]
+        positions = _ranges(starts, [entry.stop for entry in self.entries])
+        skipped = _indptr(list(map(len, tables)))[:-1] - np.array(starts, dtype=np.int64) // size
+        pages = _concat(tables)[positions // size + np.repeat(skipped, list(map(len, rows)))]
+        slots, first = np.unique(pages * size + positions % size, return_index=True)
+        return _concat(rows)[first], slots
 
     def _place(self, namespace: str, start: int, page_ids: IntArray | TokenArray) -> Place:
         full = start // self.page_size
@@ -190,6 +194,14 @@ class StepPlan:
 
 def _concat(parts: list[IntArray] | list[TokenArray] | list[IntArray | TokenArray]) -> IntArray:
     return np.concatenate(parts).astype(np.int64, copy=False) if parts else np.empty(0, dtype=np.int64)
+
+
+def _ranges(starts: list[int], stops: list[int]) -> IntArray:
+    """`[start, stop)` of each, one behind the other."""
+    begins = np.array(starts, dtype=np.int64)
+    lengths = np.array(stops, dtype=np.int64) - begins
+    ranges: IntArray = np.arange(lengths.sum()) + np.repeat(begins + lengths - np.cumsum(lengths), lengths)
+    return ranges
 
 
 def _indptr(lengths: list[int]) -> IntArray:

@@ -54,7 +54,8 @@ class Runner:
     def finish(self, plan: StepPlan) -> None:
         """A step ran well: what its copies held is given back."""
         for entry in plan.entries:
-            self._cache.copies_done(entry.write)
+            if entry.write.copies:
+                self._cache.copies_done(entry.write)
 
     def withdraw(self, plan: StepPlan) -> None:
         """Take back the rows of a step that failed; a page whose copy may be missing goes with them."""

@@ -95,9 +95,11 @@ class Scheduler:
             return
         ready = [s for s in self.running if s.logits is None]
         others = sorted(ready[1:], key=lambda s: -s.priority)
-        decoding = [s for s in others if s.is_decoding]
-        prefilling = [s for s in others if not s.is_decoding]
-        may_share = any(not s.is_decoding for s in ready)
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in others:
+            (decoding if sequence.is_decoding else prefilling).append(sequence)
+        may_share = bool(prefilling) or any(not s.is_decoding for s in ready[:1])
         for sequence in ready[:1]:
             self._catch_up(sequence)
             self._schedule(plan, sequence, kept_rows=len(decoding))
@@ -178,7 +180,8 @@ class Scheduler:
         self, table: PageTable, tokens: TokenArray, leader: PageTable | None, shared_len: int
     ) -> WritePlan | None:
         """Room for `tokens`; what has to make way goes to host memory where that pays, and is evicted otherwise."""
-        self.tier.spill(self.cache.num_missing(table, len(tokens), shared_len), table.label)
+        if self.cache.num_host_pages:
+            self.tier.spill(self.cache.num_missing(table, len(tokens), shared_len), table.label)
         return self.cache.extend(table, tokens, leader=leader, shared_len=shared_len)
 
     def _stop(self, plan: StepPlan, sequence: Sequence, leader: Leader | None, kept_rows: int) -> int:

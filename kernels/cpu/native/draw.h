@@ -25,13 +25,14 @@ struct Draw {
 };
 
 constexpr double LOG2 = 0.6931471805599453;
-constexpr int RARE_BITS = 7;
+constexpr int RARE_BITS = 8;
 constexpr uint8_t RARE = 256 - (1 << (8 - RARE_BITS));  // first bytes from here on begin with so many ones
 constexpr double NEAR_BOUNDARY = 1e-4;  // weights and sums in float32 are nearer than a third of it
 
 // SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) at a step, with half of the key before it and half in its middle.
-inline uint64_t mixed(const Draw& draw, uint64_t step) {
-    uint64_t word = step + draw.key_high;
+template <class Word>
+inline Word mixed(const Draw& draw, Word step) {
+    Word word = step + draw.key_high;
     word ^= word >> 30;
     word *= 0xBF58476D1CE4E5B9u;
     word ^= draw.key_low;
@@ -42,8 +43,15 @@ inline uint64_t mixed(const Draw& draw, uint64_t step) {
 
 constexpr uint64_t STEP = 0x9E3779B97F4A7C15u;
 
-// One word has the first bytes of the noise of eight ids.
-inline uint64_t first_bytes(const Draw& draw, uint64_t id) { return mixed(draw, ~(id / 8) * STEP); }
+typedef uint64_t u64x8 __attribute__((vector_size(64), may_alias));
+
+// The first bytes of the noise of ids 8i to 8i + 7, of one i or of several.
+template <class Word>
+inline Word first_bytes(const Draw& draw, Word i) {
+    return mixed(draw, ~i * STEP);
+}
+
+inline uint8_t first_byte(const Draw& draw, uint64_t id) { return first_bytes(draw, id / 8) >> id % 8 * 8; }
 
 // The word behind the noise of an id. Its bits are those of a uniform number u, and the noise is -log(-log u).
 inline uint64_t word_of(const Draw& draw, uint64_t id, uint8_t first) {
@@ -154,19 +162,20 @@ inline double weigh(const Draw& draw, double peak, float* weights) {
             continue;
         }
         f32x16 sums = {};
-        for (int64_t i = begin; i < end; i += LANES) {
-            const int64_t count = std::min<int64_t>(LANES, end - i);
-            const f32x16 its = exp2((load_some(draw.logits + i, count) - top) * factor);
-            store_some(weights + i, its, count);
-            sums = sums + load_some(weights + i, count);
+        int64_t i = begin;
+        for (; i + LANES <= end; i += LANES) {
+            const f32x16 its = exp2((load<f32x16>(draw.logits + i) - top) * factor);
+            store(weights + i, its);
+            sums = sums + its;
         }
         total += across(sums, [](auto a, auto b) { return a + b; });
+        for (; i < end; ++i) total += weights[i] = exp2((splat(draw.logits[i]) - top) * factor)[0];
     }
     return total;
 }
 
 // The place drawn from what top_p (Holtzman et al., 2020) and then min_p keep: drawn from ever fewer until it is kept.
-inline int64_t draw_from_top(const Draw& draw, const uint8_t* first) {
+inline int64_t draw_from_top(const Draw& draw) {
     static thread_local Scratch all_weights, places_left, weights_left, logits_left, first_left;
     const double peak = peak_of(draw.logits, draw.count).value;
     float* weights = all_weights.get<float>(draw.count);
@@ -189,7 +198,9 @@ inline int64_t draw_from_top(const Draw& draw, const uint8_t* first) {
         const int64_t length = std::min(FLAGS, draw.count - begin);
         const float* its = weights + begin;
         for (int64_t i = 0; i < length; ++i) enough[i] = its[i] >= least;
-        each_set(enough, length, [&](int64_t i) { keep(begin + i, its[i], draw.logits[begin + i], first[begin + i]); });
+        each_set(enough, length, [&](int64_t i) {
+            keep(begin + i, its[i], draw.logits[begin + i], first_byte(draw, id_at(draw, begin + i)));
+        });
     }
     for (;;) {
         const int64_t at = noisy_argmax(draw, {logits, bytes, places, count}), place = places[at];
@@ -214,13 +225,14 @@ inline int64_t draw_from_top(const Draw& draw, const uint8_t* first) {
 inline int64_t drawn(const Draw& draw) {
     static thread_local Scratch scratch;
     if (draw.temperature == 0) return peak_of(draw.logits, draw.count).place;
-    uint64_t* words = scratch.get<uint64_t>(draw.count / 8 + 1);
-    uint8_t* first = (uint8_t*)words;
-    if (draw.ids)
-        for (int64_t i = 0; i < draw.count; ++i) first[i] = first_bytes(draw, draw.ids[i]) >> draw.ids[i] % 8 * 8;
-    else
-        for (int64_t i = 0; i * 8 < draw.count; ++i) words[i] = first_bytes(draw, 8 * i);
-    if (draw.top_p < 1 || draw.min_p > 0) return draw_from_top(draw, first);
+    if (draw.top_p < 1 || draw.min_p > 0) return draw_from_top(draw);
+    uint8_t* first = scratch.get<uint8_t>(draw.count + sizeof(u64x8));
+    if (draw.ids) {
+        for (int64_t i = 0; i < draw.count; ++i) first[i] = first_byte(draw, draw.ids[i]);
+    } else {
+        u64x8 words = {0, 1, 2, 3, 4, 5, 6, 7};
+        for (int64_t i = 0; i < draw.count; i += sizeof words, words += 8) store(first + i, first_bytes(draw, words));
+    }
     return noisy_argmax(draw, {draw.logits, first, nullptr, draw.count});
 }
 
