@@ -17,7 +17,7 @@ from radixrt.runtime.batch import Batch
 from radixrt.runtime.detokenizer import Detokenizer
 from radixrt.runtime.plan import StepPlan
 
-FORWARD, REST = "forward", "the rest"
+FORWARD, PLAN, REST = "forward", "attention plan", "the rest"
 _RADIX = ("open", "match", "peek", "extend", "publish", "copies_done", "truncate", "close")
 
 
@@ -65,7 +65,7 @@ def watch(engine: rx.Engine, clock: Callable[[], float], *, only: tuple[str, ...
         "scheduling": [(engine._loop.scheduler, "plan")],
         "radix cache": [(engine._loop.cache, name) for name in _RADIX],
         "batch": [(StepPlan, "batch")],
-        "attention plan": [(Batch, "plan"), (NativeAttention, "prepare"), (TorchAttention, "prepare")],
+        PLAN: [(Batch, "plan"), (NativeAttention, "prepare"), (TorchAttention, "prepare")],
         FORWARD: [(type(engine.model), "forward")],
         "sampling": [(engine._loop, "_draw")],
         "appending, events": [(engine._loop, "_append")],

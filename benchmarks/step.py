@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from _lean import LeanModel, layer_shape
 from _limits import Limits, Machine
-from _phases import FORWARD, watch
+from _phases import FORWARD, PLAN, watch
 
 import radixrt as rx
 from radixrt.runtime import Tokenizer
@@ -205,7 +205,7 @@ class Bench:
         started: set[rx.Handle] = set()
         while len(started) < len(handles):
             started |= {event.handle for event in engine.step()}
-        parted, steps = self.phases(), self.phases(FORWARD)
+        parted, steps = self.phases(), self.phases(FORWARD, PLAN)
         for handle in handles:
             engine.abort(handle)
         engine.step()

@@ -58,8 +58,9 @@ class Counters:
         charged = np.empty(plan.num_rows, np.int64)
         for age, entry in reversed(list(enumerate(by_age))):
             charged[entry.rows] = age
+        ages = charged.tolist()
         for age, entry in enumerate(by_age):
-            self._add_entry(entry, (charged[entry.rows] == age).tolist())
+            self._add_entry(entry, [ages[row] == age for row in entry.rows.tolist()])
 
     def _add_entry(self, entry: Entry, charged: list[bool]) -> None:
         sequence = entry.sequence

@@ -59,6 +59,8 @@ class Recorder:
 
         With a host tier that follows measured costs, what these were: a rerun decides by them.
         """
+        if self._file is None and self._sink is None:
+            return
         entries = [[*e.sequence.key, e.start, e.own_start, e.stop] for e in plan.entries]
         measured = {} if costs is None else {"costs": asdict(costs)}
         self.write("step", entries=entries, drawn=drawn, freed=list(freed), **measured)

@@ -24,11 +24,13 @@ class NativeDraw:
         self._draw = library.radixrt_draw
 
     def __call__(self, draws: Sequence[Draw]) -> list[int]:
-        """ValueError for logits that are not contiguous float32."""
+        """ValueError for logits that are not contiguous float32, or of which the largest is not finite."""
         found = np.empty(len(draws), dtype=np.int64)
         packed = b"".join(map(_pack, draws))
         self._draw(packed, len(draws), torch.get_num_threads(), found.ctypes.data)
         places: list[int] = found.tolist()
+        if min(places, default=0) < 0:
+            raise ValueError(f"logits of row {places.index(-1)} are not finite: nothing can be drawn from them")
         return places
 
 

@@ -225,9 +225,12 @@ def test_every_drawer_draws_the_same(
         (np.zeros(4, np.float32), np.arange(3)),
         (np.zeros(4, np.float32), np.arange(4, dtype=np.int32)),
         (np.zeros(4, np.float32), np.arange(8)[::2]),
+        (np.full(4, -np.inf, np.float32), None),
+        (np.array([0, np.inf], np.float32), None),
     ],
     ids=str,
 )
 def test_what_is_no_row_is_refused(logits: Any, ids: Any) -> None:
-    with pytest.raises(ValueError, match="logits of"):
-        DRAWERS[1]([Draw(logits=logits, ids=ids)])
+    for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.5)):
+        with pytest.raises(ValueError, match="logits of"):
+            DRAWERS[1]([Draw(logits=logits, ids=ids, temperature=temperature, top_p=top_p)])

@@ -16,7 +16,7 @@
 namespace radixrt {
 
 struct Draw {
-    const float* logits;  // [count], at least one; the largest is finite
+    const float* logits;  // [count], at least one
     const int64_t* ids;   // [count], or null for 0..count
     int64_t count;
     double temperature;   // 0 takes the largest
@@ -115,9 +115,8 @@ inline void each_set(uint8_t* flags, int64_t length, const F& f) {
 }
 
 // The first index of the largest of logits / temperature + noise.
-inline int64_t noisy_argmax(const Draw& draw, const Some& some) {
+inline int64_t noisy_argmax(const Draw& draw, const Some& some, const Peak& peak) {
     constexpr double MOST = std::numeric_limits<float>::max();
-    const Peak peak = peak_of(some.logits, some.count);
     int64_t best = peak.place;
     double score = -std::numeric_limits<double>::infinity();
     const auto try_out = [&](int64_t i) {
@@ -175,9 +174,8 @@ inline double weigh(const Draw& draw, double peak, float* weights) {
 }
 
 // The place drawn from what top_p (Holtzman et al., 2020) and then min_p keep: drawn from ever fewer until it is kept.
-inline int64_t draw_from_top(const Draw& draw) {
+inline int64_t draw_from_top(const Draw& draw, double peak) {
     static thread_local Scratch all_weights, places_left, weights_left, logits_left, first_left;
-    const double peak = peak_of(draw.logits, draw.count).value;
     float* weights = all_weights.get<float>(draw.count);
     const double total = weigh(draw, peak, weights);
     // All below hold less than 1 - top_p together.
@@ -203,7 +201,7 @@ inline int64_t draw_from_top(const Draw& draw) {
         });
     }
     for (;;) {
-        const int64_t at = noisy_argmax(draw, {logits, bytes, places, count}), place = places[at];
+        const int64_t at = noisy_argmax(draw, {logits, bytes, places, count}, peak_of(logits, count));
         const float logit = logits[at];
         const auto is_ahead = [&](int64_t i) { return logits[i] > logit || (logits[i] == logit && i < at); };
         double before = 0, limit = draw.top_p * total;
@@ -215,17 +213,20 @@ inline int64_t draw_from_top(const Draw& draw) {
             for (int64_t i = 0; i < count; ++i) before += is_ahead(i) ? weight_of(draw, logits[i], peak) : 0;
             limit = draw.top_p * exact;
         }
-        if (before < limit && weight_of(draw, logit, peak) >= draw.min_p) return place;
+        if (before < limit && weight_of(draw, logit, peak) >= draw.min_p) return places[at];
         const int64_t had = std::exchange(count, 0);
         for (int64_t i = 0; i < had; ++i)
             if (is_ahead(i)) keep(places[i], left[i], logits[i], bytes[i]);
     }
 }
 
+// The place drawn; -1 where the largest logit is not finite.
 inline int64_t drawn(const Draw& draw) {
     static thread_local Scratch scratch;
-    if (draw.temperature == 0) return peak_of(draw.logits, draw.count).place;
-    if (draw.top_p < 1 || draw.min_p > 0) return draw_from_top(draw);
+    const Peak peak = peak_of(draw.logits, draw.count);
+    if (!std::isfinite(peak.value)) return -1;
+    if (draw.temperature == 0) return peak.place;
+    if (draw.top_p < 1 || draw.min_p > 0) return draw_from_top(draw, peak.value);
     uint8_t* first = scratch.get<uint8_t>(draw.count + sizeof(u64x8));
     if (draw.ids) {
         for (int64_t i = 0; i < draw.count; ++i) first[i] = first_byte(draw, draw.ids[i]);
@@ -233,7 +234,7 @@ inline int64_t drawn(const Draw& draw) {
         u64x8 words = {0, 1, 2, 3, 4, 5, 6, 7};
         for (int64_t i = 0; i < draw.count; i += sizeof words, words += 8) store(first + i, first_bytes(draw, words));
     }
-    return noisy_argmax(draw, {draw.logits, first, nullptr, draw.count});
+    return noisy_argmax(draw, {draw.logits, first, nullptr, draw.count}, peak);
 }
 
 }  // namespace radixrt
