@@ -121,7 +121,7 @@ def choose_draw(*, asked: str | None = None) -> ChosenDraw:
     built = native.build()
     if built.library is None:
         return ChosenDraw(draws.draw, "the native library has no build")
-    return ChosenDraw(NativeDraw(built.library), "the same tokens, sooner")
+    return ChosenDraw(NativeDraw(built.library), "all rows of a step at once")
 
 
 def _resolve(asked: str | None) -> str | None:

@@ -203,14 +203,15 @@ def interrupted(operation: Callable[[Life], None], k: int, error: BaseException)
 def test_an_interrupt_anywhere_leaves_an_engine_that_goes_on(
     operation: Callable[[Life], None], profile: str, tmp_path: Path
 ) -> None:
-    """Or an error that a signal's handler raises, which surfaces as itself outside of the model and of draws."""
+    """Or an error that a signal's handler raises, which surfaces as itself outside of model, draws and tokenizers."""
     for k in moments(operation, profile):
         error = KeyboardInterrupt() if k % 4 else TimeoutError("an alarm")
         life = interrupted(operation, k, error)
         go_on(life)
         audit(life.engine)
         was_lost = any(line["op"] == "lost" for line in life.lines)
-        if "_run" not in life.passed or was_lost:  # else a step failed, of which a record says nothing
+        # Else a step or a request's tokenizer failed, of which a record says nothing.
+        if life.passed.isdisjoint({"_run", "_append"}) or was_lost:
             path = tmp_path / f"{k}.jsonl"
             path.write_text("".join(json.dumps(line) + "\n" for line in life.lines))
             assert replay(path).difference is None

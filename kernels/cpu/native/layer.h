@@ -1,4 +1,4 @@
-// A decoder layer of the Llama family: y = x + out(attend(rotate(qkv(norm(x))))), and to that down(gate(gate_up(norm(y)))).
+// A decoder layer of the Llama family: y = x + out(attend(rotate(qkv(norm(x))))), then y + down(gate(gate_up(norm(y)))).
 // Knows nothing of tensors or of which model it is.
 //
 // It is one parallel region and one call: a layer's weights push everything else out of the second cache, and what
