@@ -83,16 +83,19 @@ def _draw_from_top(its: Draw) -> int:
     one drawn from the kept alone. If not, the draw is repeated, with the same noise, among those that outrank it. In
     the mean that takes at most 1 - log(top_p) draws, from ever fewer ids.
     """
-    logits, places, peak = its.logits, np.arange(len(its.logits)), its.logits.max()
+    logits, places, ids, peak = its.logits, None, its.ids, its.logits.max()
     # Float32 says what is far from a boundary. What is near one, or divided by something extreme, needs float64.
     rough = np.float32 if 1e-6 < its.temperature < 1e6 else np.float64
     weights = _weights(logits, peak, its.temperature, rough)
     total = float(weights.sum())
     floor = max(its.min_p, (1 - its.top_p) * total / len(logits))  # all below hold less than 1 - top_p together
     left = np.flatnonzero(weights >= floor * (1 - _MARGIN))
+    narrowed = len(left) < len(logits) // 2  # else it costs more than it saves
     while True:
-        logits, weights, places = logits[left], weights[left], places[left]
-        at = gumbel_argmax(logits, its.temperature, its.key, places if its.ids is None else its.ids[places])
+        if narrowed:
+            logits, weights, places = logits[left], weights[left], left if places is None else places[left]
+            ids = places if its.ids is None else its.ids[places]
+        at = gumbel_argmax(logits, its.temperature, its.key, ids)
         ahead = logits > logits[at]
         ahead[:at] |= logits[:at] == logits[at]
         before, limit = float((weights * ahead).sum()), its.top_p * total
@@ -101,8 +104,8 @@ def _draw_from_top(its: Draw) -> int:
             limit = its.top_p * float(_weights(its.logits, peak, its.temperature, np.float64).sum())
         [weight] = _weights(logits[at : at + 1], peak, its.temperature, np.float64)
         if before < limit and weight >= its.min_p:
-            return int(places[at])
-        left = np.flatnonzero(ahead)
+            return at if places is None else int(places[at])
+        left, narrowed = np.flatnonzero(ahead), True
 
 
 def _weights(logits: Logits, peak: np.float32, temperature: float, dtype: type[np.floating]) -> npt.NDArray[Any]:
