@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import warnings
 from collections.abc import Iterable
@@ -94,13 +95,10 @@ def choose_product(dtype: torch.dtype, *, asked: str | None = None) -> ChosenPro
 
     Nothing is refused here: to ask for the native kernels is to ask for the attention, and for products that pay.
     """
-    if _resolve(asked) == "torch":
-        return ChosenProduct(None, "torch was asked for")
-    unserved = product.unserved(dtype)
-    built = None if unserved else native.build()
-    if built is None or built.library is None:
-        return ChosenProduct(None, unserved or "the native library has no build")
-    return ChosenProduct(NativeProduct(built.library), "the same bits in any company by construction")
+    library, missing = _library(asked, product.unserved(dtype))
+    if library is None:
+        return ChosenProduct(None, missing)
+    return ChosenProduct(NativeProduct(library), "the same bits in any company by construction")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +114,19 @@ class ChosenDraw:
 
 def choose_draw(*, asked: str | None = None) -> ChosenDraw:
     """What draws from rows of logits in the host's memory; `asked` as for `choose_product`."""
+    library, missing = _library(asked)
+    if library is None:
+        return ChosenDraw(draws.draw, missing)
+    return ChosenDraw(NativeDraw(library), "all rows of a step at once")
+
+
+def _library(asked: str | None, unserved: str | None = None) -> tuple[ctypes.CDLL | None, str]:
+    """The native library, or None and why it is not to be used. It is not built where it would not serve."""
     if _resolve(asked) == "torch":
-        return ChosenDraw(draws.draw, "torch was asked for")
-    built = native.build()
-    if built.library is None:
-        return ChosenDraw(draws.draw, "the native library has no build")
-    return ChosenDraw(NativeDraw(built.library), "all rows of a step at once")
+        return None, "torch was asked for"
+    if unserved is not None:
+        return None, unserved
+    return native.build().library, "the native library has no build"
 
 
 def _resolve(asked: str | None) -> str | None:
