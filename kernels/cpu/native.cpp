@@ -87,7 +87,7 @@ void radixrt_draw(const Draw* draws, int64_t num_draws, int64_t threads, int64_t
     int64_t work = 0;
     for (int64_t i = 0; i < num_draws; ++i) work += draws[i].count;
     together(worth(threads, work), [&](Worker& worker) {
-        worker.share(num_draws, 1, [&](int64_t i) { found[i] = drawn(draws[i]); });
+        worker.take_turns(num_draws, [&](int64_t i) { found[i] = drawn(draws[i]); });
     });
 }
 

@@ -173,15 +173,16 @@ def test_a_layer_of_a_real_size_is_its_parts(dtype: torch.dtype, segments: list[
     assert is_its_parts(make(segments, (576, 9, 3, 64, 1536), dtype=dtype))
 
 
+@pytest.mark.parametrize(("num_threads", "repeats"), [(9, 200), (19, 40)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_layer_that_many_threads_run_over_and_over(dtype: torch.dtype) -> None:
-    """More threads than cores, so that some come to a loop when others are done with it."""
+def test_a_layer_that_many_threads_run_over_and_over(dtype: torch.dtype, num_threads: int, repeats: int) -> None:
+    """More threads than cores, so that some come to a loop when others are done with it; and more than have blocks."""
     case = make([(40, 1)] * 5, (256, 4, 2, 32, 512), dtype=dtype)
     kv, layer = case.cache(), case.layer()
     torch.set_num_threads(1)
     expected = layer(case.x, case.cos, case.sin, kv, case.step)
-    torch.set_num_threads(9)
-    for _ in range(200):
+    torch.set_num_threads(num_threads)
+    for _ in range(repeats):
         assert torch.equal(layer(case.x, case.cos, case.sin, kv, case.step), expected)
 
 

@@ -20,16 +20,15 @@ inline void settle(const void* at) { asm volatile("" : : "r"(at) : "memory"); }
 // Pairs of bfloat16 multiplied in tiles.
 struct TiledBFloat16 : BFloat16 {
     using Weight = bfloat16;
-    static constexpr bool ROUNDS = true;
     static constexpr int ROW_UNIT = 16, DEPTH_UNIT = CHUNK;
 
     static void to_weights(Weight* to, f32x16 v) { narrow(to, v); }
+    static f32x16 exp2(f32x16 x) { return coarse_exp2(x); }
 };
 
 // The same bits by vectors, for tiles of few rows: these keep up with memory, where 16 rows at a time do not.
 struct PairedBFloat16 : BFloat16 {
     using Wide = TiledBFloat16;
-    static constexpr bool ROUNDS = true;
     static constexpr int CHAINS = 2, MANY = 4;
 
     // Numbers below 2^-126 count as zero, given or found, as in tiles.
@@ -52,6 +51,7 @@ struct PairedBFloat16 : BFloat16 {
         narrow(rounded, v);
         store(to, widen(rounded));
     }
+    static f32x16 exp2(f32x16 x) { return coarse_exp2(x); }
 };
 
 constexpr int EDGE = TiledBFloat16::ROW_UNIT;  // rows of a tile register, and sums in each

@@ -33,17 +33,29 @@ struct Attention {
     LayerKey key() const { return {window, num_heads, num_kv_heads, dim, threads}; }
 };
 
+// Write the keys and values of the i-th row that brings some, of one head. Where rows fill both places of a pair, the
+// first writes the values of both.
 template <class Format>
 void write_slot(const Step& step, const Attention& call, int64_t i, int64_t head) {
     using Element = typename Format::Element;
     constexpr int PAIR = Format::PAIR;
-    const int64_t page = step.write_slots[i] / step.page_size, offset = step.write_slots[i] % step.page_size;
+    const int64_t slot = step.write_slots[i], page = slot / step.page_size, offset = slot % step.page_size;
     const int64_t base = (page * call.num_kv_heads + head) * step.page_size * call.dim;
     const Element* k = call.k.at<const Element>(step.write_rows[i], head);
     const Element* v = call.v.at<const Element>(step.write_rows[i], head);
     Element* keys = (Element*)call.k_cache + base + offset * PAIR;
     Element* values = (Element*)call.v_cache + base + offset / PAIR * PAIR * call.dim + offset % PAIR;
     for (int64_t d = 0; d < call.dim; d += PAIR) std::memcpy(keys + d * step.page_size, k + d, PAIR * sizeof(Element));
+    if constexpr (PAIR == 2) {
+        const bool is_second = offset % 2;
+        const int64_t other = is_second ? i - 1 : i + 1, size = step.write_slots.size();
+        if (other >= 0 && other < size && step.write_slots[other] == (slot ^ 1)) {
+            if (is_second) return;
+            const Element* next = call.v.at<const Element>(step.write_rows[other], head);
+            for (int64_t d = 0; d < call.dim; d += LANES) store(values + d * PAIR, in_pairs(v + d, next + d));
+            return;
+        }
+    }
     for (int64_t d = 0; d < call.dim; ++d) values[d * PAIR] = v[d];
 }
 
@@ -147,10 +159,9 @@ void attend(const Step& step, const Attention& call, const LayerTasks& layer, fl
     const int64_t kv_heads = call.num_kv_heads, tasks = layer.tasks.size();
     const int64_t writes = step.write_rows.size() * kv_heads, merges = layer.merged.size() * kv_heads;
     [[maybe_unused]] const typename Format::Mode mode;
-    // An equal part each, since rows side by side are written to the same lines.
-    worker.share(writes, writes / layer.threads + 1,
+    worker.share(writes, part_of(2 * call.dim),
                  [&](int64_t i) { write_slot<Format>(step, call, i / kv_heads, i % kv_heads); });
-    worker.share(tasks, 1, [&](int64_t i) { run_task<Format>(step, call, layer, i, merge_data); });
+    worker.take_turns(tasks, [&](int64_t i) { run_task<Format>(step, call, layer, i, merge_data); });
     worker.share(merges, MERGES, [&](int64_t i) {
         merge_row<Format>(call, layer, i / kv_heads, i % kv_heads, merge_data);
     });

@@ -204,9 +204,10 @@ template <class Format, int R, int C, bool MASKED>
 template <class Format, class Next>
 void soften(const Tile<Format>& tile, const Block& block, Partials out, Next&& next) {
     constexpr float LOG2E = 1.44269504f;
+    constexpr int PAIR = CHUNK / LANES;
     const float scale = (tile.softcap > 0 ? tile.softcap : tile.scale) * LOG2E;
-    const auto begin_of = [&](int row) { return tile.low[row] / LANES * LANES; };
-    const auto end_of = [&](int row) { return (tile.high[row] + LANES - 1) / LANES * LANES; };
+    const auto begin_of = [&](int row) { return tile.low[row] / CHUNK * CHUNK; };
+    const auto end_of = [&](int row) { return (tile.high[row] + CHUNK - 1) / CHUNK * CHUNK; };
     for (int first = block.first; first < block.first + block.rows; first += LANES) {
         const int rows = std::min(LANES, block.first + block.rows - first);
         f32x16 lanes[LANES];
@@ -219,11 +220,20 @@ void soften(const Tile<Format>& tile, const Block& block, Partials out, Next&& n
             if (tile.softcap > 0)
                 for (int i = begin; i < end; i += LANES)
                     store(scores + i, tanh(load<f32x16>(scores + i) * (tile.scale / tile.softcap)));
-            for (int i = begin; i < tile.low[row]; ++i) scores[i] = -INFINITY;
-            for (int i = tile.high[row]; i < end; ++i) scores[i] = -INFINITY;
-            f32x16 most = splat(-INFINITY);
-            for (int i = begin; i < end; i += LANES) most = larger(load<f32x16>(scores + i), most);
-            lanes[r] = most;
+            // In whole vectors, as they are read next.
+            const auto hide = [&](int chunk) {
+                for (int i = chunk; i < chunk + CHUNK; i += LANES) {
+                    const i32x16 at = i + LANE;
+                    const auto is_hidden = (at < tile.low[row]) | (at >= tile.high[row]);
+                    store(scores + i, is_hidden ? splat(-INFINITY) : load<f32x16>(scores + i));
+                }
+            };
+            if (begin < tile.low[row]) hide(begin);
+            if (tile.high[row] < end) hide(end - CHUNK);
+            f32x16 most[PAIR] = {splat(-INFINITY), splat(-INFINITY)};
+            for (int i = begin; i < end; i += CHUNK)
+                UNROLL for (int j = 0; j < PAIR; ++j) most[j] = larger(load<f32x16>(scores + i + j * LANES), most[j]);
+            lanes[r] = larger(most[0], most[1]);
         }
         across(lanes, rows, largest, [](auto a, auto b) { return larger(a, b); });
         for (int r = 0, row = first; r < rows; ++r, ++row, next()) {
@@ -233,11 +243,12 @@ void soften(const Tile<Format>& tile, const Block& block, Partials out, Next&& n
             auto* weights = tile.weights(row);
             const f32x16 most = splat(largest[r]);
             f32x16 sum = {};
-            for (int i = begin_of(row), end = end_of(row); i < end; i += LANES) {
+            for (int i = begin_of(row), end = end_of(row); i < end; i += CHUNK) {
+                f32x16 its[PAIR];
                 // Subtracted first: rounding score * scale alone would pass 2^127 for scores from 2^31 on.
-                const f32x16 weight = exp2<Format::ROUNDS>((load<f32x16>(scores + i) - most) * scale);
-                sum += weight;
-                Format::to_weights(weights + i, weight);
+                UNROLL for (int j = 0; j < PAIR; ++j)
+                    sum += its[j] = Format::exp2((load<f32x16>(scores + i + j * LANES) - most) * scale);
+                to_weights<Format>(weights + i, its[0], its[1]);
             }
             lanes[r] = sum;
         }

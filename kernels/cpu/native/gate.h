@@ -21,7 +21,7 @@ struct Gate {
 inline f32x16 silu(f32x16 x) {
     const f32x16 size = (f32x16)((u32x16)x & 0x7FFFFFFFu);
     const f32x16 decay = exp2(size * -1.44269504f);
-    return x * ((x < 0.0f ? decay : splat(1.0f)) / (decay + 1.0f));
+    return x * ((x < 0.0f ? decay : splat(1.0f)) * reciprocal(decay + 1.0f));
 }
 
 // y = silu(gate) * up, both operations rounded to an Element as a model's own code does.

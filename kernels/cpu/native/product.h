@@ -214,8 +214,7 @@ void multiply_slabs(Product product, void* copy, Worker& worker) {
         // Parts so small that their inputs stay in the second cache, and so many that no thread is without work.
         const int64_t busy = std::min((4 * product.threads + panels - 1) / panels, (product.num_rows + 31) / 32);
         const int64_t parts = std::max((product.num_rows + most - 1) / most, busy);
-        // Guided: a thread takes panels that lie together, since it has the next one fetched.
-        worker.share(panels * parts, Worker::GUIDED, [&](int64_t i) {
+        worker.share(panels * parts, 1, [&](int64_t i) {
             const int64_t begin = product.num_rows * (i / panels) / parts;
             const int64_t end = product.num_rows * (i / panels + 1) / parts;
             multiply_panel<Format>(product, x, i % panels, begin, end - begin);

@@ -117,29 +117,37 @@ struct Group {
 // once, their lines keep those waiting that tiles are loaded from.
 class NextGroup {
    public:
-    NextGroup(const Positions<PairedBFloat16>& next, int64_t num_calls) : next_(next), num_calls_(num_calls) {
+    NextGroup(const Positions<PairedBFloat16>& next, int64_t num_calls) : next_(next) {
         const Run<PairedBFloat16>& run = next.run;
-        end_ = std::min<int64_t>((run.num_pages << run.page_shift) - next.first, GROUP) * run.dim;
+        lines_ = std::min<int64_t>((run.num_pages << run.page_shift) - next.first, GROUP) * run.dim / CHUNK;
+        share_ = (lines_ + num_calls - 1) / num_calls;
     }
 
     // A share of them: one of `num_calls` calls.
     void operator()() {
         const Run<PairedBFloat16>& run = next_.run;
-        const int64_t page = run.page_size() * run.dim, until = end_ * ++calls_ / num_calls_;
-        while (done_ < until) {
-            const int64_t begin = done_ / page * page, stop = std::min(until - begin, page);
-            const bfloat16* keys = next_.at(run.keys, begin / run.dim, 2);
-            const bfloat16* values = next_.at(run.values, begin / run.dim, run.dim);
-            for (int64_t i = done_ - begin; i < stop; i += CHUNK, done_ += CHUNK) {
-                __builtin_prefetch(keys + i, 0, 2);
-                __builtin_prefetch(values + i, 0, 2);
+        for (int64_t left = std::min(share_, lines_); left > 0;) {
+            if (on_page_ == 0) {
+                keys_ = next_.at(run.keys, position_, 2);
+                values_ = next_.at(run.values, position_, run.dim);
+                position_ += run.page_size();
+                on_page_ = run.page_size() * run.dim / CHUNK;
             }
+            const int64_t count = std::min(left, on_page_);
+            for (int64_t i = 0; i < count; ++i, keys_ += CHUNK, values_ += CHUNK) {
+                __builtin_prefetch(keys_, 0, 2);
+                __builtin_prefetch(values_, 0, 2);
+            }
+            left -= count;
+            lines_ -= count;
+            on_page_ -= count;
         }
     }
 
    private:
     const Positions<PairedBFloat16>& next_;
-    int64_t end_, num_calls_, done_ = 0, calls_ = 0;  // end, done: elements of keys
+    int64_t lines_, share_, on_page_ = 0, position_ = 0;  // lines of keys that are left, of a call, left on this page
+    const bfloat16 *keys_, *values_;
 };
 
 // Rows [first, first + num_rows) of a tile, at most 32. Their partials are `sums`, with as many to spare behind them.
@@ -180,8 +188,8 @@ struct Side {
     void clear(int begin, int end) const {
         for (int row = first; row < first + num_rows; ++row) {
             const bool reads = tile.low[row] < tile.high[row];
-            const int low = reads ? std::max(begin, tile.low[row] / LANES * LANES) : end;
-            const int high = reads ? std::min(end, (tile.high[row] + LANES - 1) / LANES * LANES) : end;
+            const int low = reads ? std::max(begin, tile.low[row] / CHUNK * CHUNK) : end;
+            const int high = reads ? std::min(end, (tile.high[row] + CHUNK - 1) / CHUNK * CHUNK) : end;
             std::fill(tile.weights(row) + begin, tile.weights(row) + low, bfloat16{});
             std::fill(tile.weights(row) + high, tile.weights(row) + end, bfloat16{});
         }

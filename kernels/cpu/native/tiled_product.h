@@ -9,37 +9,25 @@ namespace radixrt {
 
 #if defined(RADIXRT_AMX) && defined(__AMX_BF16__)
 
-// Sides of 32 rows meet the panels of a group in turn, so that the inputs of a side stay in the first cache and the
-// panels in the second: as fast as oneDNN at 512 rows, where sides one after the other take 1.2 to 1.6 times as long.
+// Sides of 32 rows meet the panels of a group in turn, so that the panels stay in the second cache: as fast as oneDNN at
+// 512 rows, where sides one after the other take 1.2 to 1.6 times as long.
 constexpr int GROUP_BYTES = 1 << 20;  // of the panels of a group
-constexpr int NEAR_INPUTS = 768;      // inputs of a side at a time: 48 KB
-static_assert(COLUMNS == 3 && DEPTH % CHUNK == 0 && NEAR_INPUTS % CHUNK == 0);
+static_assert(COLUMNS == 3);
 
-// Add to the sums [16 R, WIDTH] of 16 R rows, or of one register of fewer, what `depth` inputs of a panel come to; what
-// lies `ahead` bytes behind the panel's is fetched.
+// The sums [16 R, WIDTH] of 16 R rows, or of one register of fewer, with all `depth` inputs of a panel; what lies
+// `ahead` bytes behind it is fetched.
 template <int R>
 void multiply_side(const bfloat16* x, int64_t x_stride, const bfloat16* panel, int64_t depth, int64_t ahead,
-                   bool is_first, float* sums) {
+                   float* sums) {
     constexpr int64_t ROW = WIDTH * 4, STRIDE = WIDTH * sizeof(float);
     float* below = sums + EDGE * WIDTH;
     settle(x);
-    if (is_first) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        _tile_zero(4);
-        _tile_zero(5);
-    } else {
-        _tile_loadd(0, sums, STRIDE);
-        _tile_loadd(1, (sums + EDGE), STRIDE);
-        _tile_loadd(2, (sums + 2 * EDGE), STRIDE);
-        if constexpr (R == 2) {
-            _tile_loadd(3, below, STRIDE);
-            _tile_loadd(4, (below + EDGE), STRIDE);
-            _tile_loadd(5, (below + 2 * EDGE), STRIDE);
-        }
-    }
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_zero(4);
+    _tile_zero(5);
     const char *left = (const char*)x, *right = (const char*)panel;
     for (int64_t k = 0; k < depth; k += CHUNK) {
         for (int i = 0; ahead && i < CHUNK / 2 * ROW; i += 64) __builtin_prefetch(right + ahead + i, 0, 2);
@@ -74,26 +62,17 @@ void multiply_side(const bfloat16* x, int64_t x_stride, const bfloat16* panel, i
 // Outputs of rows [row, row + num_rows), a side of 32 or at most 16, and panels [first, last), which may be near.
 inline void multiply_group(const Product& product, Inputs<TiledBFloat16> inputs, int64_t row, int64_t num_rows,
                            int64_t first, int64_t last, bool is_near) {
-    static thread_local Scratch scratch;
-    const int64_t k = product.num_inputs, stride = inputs.stride * sizeof(bfloat16);
+    alignas(64) float sums[2 * EDGE * WIDTH];
+    const int64_t k = product.num_inputs, stride = inputs.stride * sizeof(bfloat16), ahead = is_near ? 0 : NEAR;
     const bfloat16* x = inputs.data + row * inputs.stride;
-    float* sums = scratch.get<float>((last - first) * 2 * EDGE * WIDTH);
-    const int64_t pieces = (k + NEAR_INPUTS - 1) / NEAR_INPUTS, chunks = k / CHUNK;
-    for (int64_t i = 0; i < pieces; ++i) {
-        const int64_t from = chunks * i / pieces * CHUNK, depth = chunks * (i + 1) / pieces * CHUNK - from;
-        for (int64_t panel = first; panel < last; ++panel) {
-            const bfloat16* weights = (const bfloat16*)product.weight + (panel * k + from) * WIDTH;
-            float* to = sums + (panel - first) * 2 * EDGE * WIDTH;
-            const int64_t ahead = is_near ? 0 : NEAR;
-            if (num_rows > EDGE) multiply_side<2>(x + from, stride, weights, depth, ahead, i == 0, to);
-            else multiply_side<1>(x + from, stride, weights, depth, ahead, i == 0, to);
-        }
+    for (int64_t panel = first; panel < last; ++panel) {
+        const bfloat16* weights = (const bfloat16*)product.weight + panel * k * WIDTH;
+        if (num_rows > EDGE) multiply_side<2>(x, stride, weights, k, ahead, sums);
+        else multiply_side<1>(x, stride, weights, k, ahead, sums);
+        for (int64_t r = 0; r < num_rows; ++r)
+            UNROLL for (int c = 0; c < COLUMNS; ++c)
+                put<bfloat16>(product, row + r, panel * WIDTH + c * LANES, load<f32x16>(sums + r * WIDTH + c * LANES));
     }
-    for (int64_t r = 0; r < num_rows; ++r)
-        for (int64_t i = 0; i < (last - first) * COLUMNS; ++i) {
-            const float* from = sums + (i / COLUMNS * 2 * EDGE + r) * WIDTH + i % COLUMNS * LANES;
-            put<bfloat16>(product, row + r, first * WIDTH + i * LANES, load<f32x16>(from));
-        }
 }
 
 // All rows [begin, end) and panels [first, last): whole registers, and in the end one of fewer rows, since no tile may
@@ -121,8 +100,10 @@ inline void multiply_in_tiles(const Product& product, void* copy, Worker& worker
     const int64_t panels = (product.num_outputs + WIDTH - 1) / WIDTH, sides = (num_rows + HIGH - 1) / HIGH;
     const int64_t most = sides == 1 ? 1 : std::max<int64_t>(GROUP_BYTES / (k * WIDTH * 2), 1);  // panels of a group
     const int64_t groups = std::max((panels + most - 1) / most, std::min(4 * threads, panels));
-    const int64_t parts = std::min((4 * threads + groups - 1) / std::max<int64_t>(groups, 1), sides);
-    worker.share(groups * parts, Worker::GUIDED, [&](int64_t i) {
+    // A part of the rows for each thread, which has them in its caches, where it is enough to read all weights for.
+    const int64_t least = sides >= 4 * threads ? threads : 1;
+    const int64_t parts = std::max(least, std::min((4 * threads + groups - 1) / std::max<int64_t>(groups, 1), sides));
+    worker.share(groups * parts, 1, [&](int64_t i) {
         const int64_t group = i % groups, part = i / groups;
         multiply_sides(product, x, sides * part / parts * HIGH, std::min(sides * (part + 1) / parts * HIGH, num_rows),
                        panels * group / groups, panels * (group + 1) / groups);
