@@ -204,7 +204,7 @@ template <class Format, int R, int C, bool MASKED>
 template <class Format, class Next>
 void soften(const Tile<Format>& tile, const Block& block, Partials out, Next&& next) {
     constexpr float LOG2E = 1.44269504f;
-    constexpr int PAIR = CHUNK / LANES;
+    constexpr int VECTORS = CHUNK / LANES;
     const float scale = (tile.softcap > 0 ? tile.softcap : tile.scale) * LOG2E;
     const auto begin_of = [&](int row) { return tile.low[row] / CHUNK * CHUNK; };
     const auto end_of = [&](int row) { return (tile.high[row] + CHUNK - 1) / CHUNK * CHUNK; };
@@ -230,9 +230,9 @@ void soften(const Tile<Format>& tile, const Block& block, Partials out, Next&& n
             };
             if (begin < tile.low[row]) hide(begin);
             if (tile.high[row] < end) hide(end - CHUNK);
-            f32x16 most[PAIR] = {splat(-INFINITY), splat(-INFINITY)};
+            f32x16 most[VECTORS] = {splat(-INFINITY), splat(-INFINITY)};
             for (int i = begin; i < end; i += CHUNK)
-                UNROLL for (int j = 0; j < PAIR; ++j) most[j] = larger(load<f32x16>(scores + i + j * LANES), most[j]);
+                UNROLL for (int j = 0; j < VECTORS; ++j) most[j] = larger(load<f32x16>(scores + i + j * LANES), most[j]);
             lanes[r] = larger(most[0], most[1]);
         }
         across(lanes, rows, largest, [](auto a, auto b) { return larger(a, b); });
@@ -244,9 +244,9 @@ void soften(const Tile<Format>& tile, const Block& block, Partials out, Next&& n
             const f32x16 most = splat(largest[r]);
             f32x16 sum = {};
             for (int i = begin_of(row), end = end_of(row); i < end; i += CHUNK) {
-                f32x16 its[PAIR];
+                f32x16 its[VECTORS];
                 // Subtracted first: rounding score * scale alone would pass 2^127 for scores from 2^31 on.
-                UNROLL for (int j = 0; j < PAIR; ++j)
+                UNROLL for (int j = 0; j < VECTORS; ++j)
                     sum += its[j] = Format::exp2((load<f32x16>(scores + i + j * LANES) - most) * scale);
                 to_weights<Format>(weights + i, its[0], its[1]);
             }
