@@ -59,6 +59,9 @@ struct Tile {
     // Vectors in registers at a time, beside at most ROWS rows.
     int width() const { return Format::CHAINS == 1 || num_rows <= ROWS / 2 ? COLS : COLS / 2; }
     static int blocks_of(int num_rows) { return (num_rows + ROWS - 1) / ROWS; }
+    // The chunks of the group that hold what a row reads, if it reads any.
+    int chunks_begin(int row) const { return low[row] / CHUNK * CHUNK; }
+    int chunks_end(int row) const { return (high[row] + CHUNK - 1) / CHUNK * CHUNK; }
     Weight* weights(int64_t row) const { return (Weight*)(scores + row * GROUP); }
 
     // Cut the rows into blocks of about equal size; query(row) points to the row's, in the format of the cache.
@@ -206,8 +209,6 @@ void soften(const Tile<Format>& tile, const Block& block, Partials out, Next&& n
     constexpr float LOG2E = 1.44269504f;
     constexpr int VECTORS = CHUNK / LANES;
     const float scale = (tile.softcap > 0 ? tile.softcap : tile.scale) * LOG2E;
-    const auto begin_of = [&](int row) { return tile.low[row] / CHUNK * CHUNK; };
-    const auto end_of = [&](int row) { return (tile.high[row] + CHUNK - 1) / CHUNK * CHUNK; };
     for (int first = block.first; first < block.first + block.rows; first += LANES) {
         const int rows = std::min(LANES, block.first + block.rows - first);
         f32x16 lanes[LANES];
@@ -216,7 +217,7 @@ void soften(const Tile<Format>& tile, const Block& block, Partials out, Next&& n
             lanes[r] = splat(-INFINITY);
             if (tile.low[row] >= tile.high[row]) continue;
             float* scores = tile.scores + int64_t{row} * GROUP;
-            const int begin = begin_of(row), end = end_of(row);
+            const int begin = tile.chunks_begin(row), end = tile.chunks_end(row);
             if (tile.softcap > 0)
                 for (int i = begin; i < end; i += LANES)
                     store(scores + i, tanh(load<f32x16>(scores + i) * (tile.scale / tile.softcap)));
@@ -243,7 +244,7 @@ void soften(const Tile<Format>& tile, const Block& block, Partials out, Next&& n
             auto* weights = tile.weights(row);
             const f32x16 most = splat(largest[r]);
             f32x16 sum = {};
-            for (int i = begin_of(row), end = end_of(row); i < end; i += CHUNK) {
+            for (int i = tile.chunks_begin(row), end = tile.chunks_end(row); i < end; i += CHUNK) {
                 f32x16 its[VECTORS];
                 // Subtracted first: rounding score * scale alone would pass 2^127 for scores from 2^31 on.
                 UNROLL for (int j = 0; j < VECTORS; ++j)

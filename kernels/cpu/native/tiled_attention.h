@@ -188,8 +188,8 @@ struct Side {
     void clear(int begin, int end) const {
         for (int row = first; row < first + num_rows; ++row) {
             const bool reads = tile.low[row] < tile.high[row];
-            const int low = reads ? std::max(begin, tile.low[row] / CHUNK * CHUNK) : end;
-            const int high = reads ? std::min(end, (tile.high[row] + CHUNK - 1) / CHUNK * CHUNK) : end;
+            const int low = reads ? std::max(begin, tile.chunks_begin(row)) : end;
+            const int high = reads ? std::min(end, tile.chunks_end(row)) : end;
             std::fill(tile.weights(row) + begin, tile.weights(row) + low, bfloat16{});
             std::fill(tile.weights(row) + high, tile.weights(row) + end, bfloat16{});
         }
@@ -260,8 +260,8 @@ inline void reduce_group(const Tile<TiledBFloat16>& tile, const Positions<Paired
         int begin = GROUP, end = 0;
         for (int i = row; i < row + side.num_rows; ++i) {
             if (tile.low[i] >= tile.high[i]) continue;
-            begin = std::min(begin, tile.low[i] / CHUNK * CHUNK);
-            end = std::max(end, (tile.high[i] + CHUNK - 1) / CHUNK * CHUNK);
+            begin = std::min(begin, tile.chunks_begin(i));
+            end = std::max(end, tile.chunks_end(i));
         }
         side.score(begin, end);
         soften(side.tile, {row, side.num_rows, 0, 0, 0, 0}, side.sums.from(-row), fetch);
