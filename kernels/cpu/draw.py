@@ -15,7 +15,7 @@ _WORD = 2**64
 
 
 class NativeDraw:
-    """A Drawer: the tokens of `draws.draw`, in a fifth of the time on one thread, on as many as torch has.
+    """A Drawer: the tokens of `draws.draw`, in a fifth to a seventh of the time on one thread, on as many as torch has.
 
     Where two scores are equal but for a logarithm's last bit, another token than there may be the larger.
     """

@@ -45,13 +45,14 @@ constexpr uint64_t STEP = 0x9E3779B97F4A7C15u;
 
 typedef uint64_t u64x8 __attribute__((vector_size(64), may_alias));
 
-// The first bytes of the noise of ids 8i to 8i + 7, of one i or of several.
-template <class Word>
-inline Word first_bytes(const Draw& draw, Word i) {
-    return mixed(draw, ~i * STEP);
-}
+// The first byte of the noise of an id: ids 8i to 8i + 7 have theirs in one word.
+inline uint8_t first_byte(const Draw& draw, uint64_t id) { return mixed(draw, ~(id / 8) * STEP) >> id % 8 * 8; }
 
-inline uint8_t first_byte(const Draw& draw, uint64_t id) { return first_bytes(draw, id / 8) >> id % 8 * 8; }
+// Those of ids 0..count, and of some more up to a whole vector.
+inline void first_bytes(const Draw& draw, uint8_t* to, int64_t count) {
+    u64x8 steps = ~u64x8{0, 1, 2, 3, 4, 5, 6, 7} * STEP;
+    for (int64_t i = 0; i < count; i += sizeof steps, steps -= 8 * STEP) store(to + i, mixed(draw, steps));
+}
 
 // The word behind the noise of an id. Its bits are those of a uniform number u, and the noise is -log(-log u).
 inline uint64_t word_of(const Draw& draw, uint64_t id, uint8_t first) {
@@ -101,17 +102,10 @@ inline Peak peak_of(const float* x, int64_t count) {
     return peak;
 }
 
-constexpr int64_t FLAGS = 512;  // bytes
-
-// Call f for each of `length` flags that is set, in order; what lies behind them up to FLAGS is overwritten.
+// Call f for each bit that is set, in order.
 template <class F>
-inline void each_set(uint8_t* flags, int64_t length, const F& f) {
-    std::fill(flags + length, flags + FLAGS, 0);
-    for (int64_t i = 0; i < length; i += 8) {
-        if (!load<uint64_t>(flags + i)) continue;
-        for (int64_t j = i; j < i + 8; ++j)
-            if (flags[j]) f(j);
-    }
+inline void each_set(uint64_t bits, const F& f) {
+    for (; bits; bits &= bits - 1) f(__builtin_ctzll(bits));
 }
 
 // The first index of the largest of logits / temperature + noise.
@@ -119,6 +113,7 @@ inline int64_t noisy_argmax(const Draw& draw, const Some& some, const Peak& peak
     constexpr double MOST = std::numeric_limits<float>::max();
     int64_t best = peak.place;
     double score = -std::numeric_limits<double>::infinity();
+    float least = 0;  // of logits that can win with the noise of first bytes that are not rare
     const auto try_out = [&](int64_t i) {
         const double size = ((double)some.logits[i] - peak.value) / draw.temperature;
         const uint64_t word = word_of(draw, id_at(draw, some.place(i)), some.first[i]);
@@ -127,18 +122,14 @@ inline int64_t noisy_argmax(const Draw& draw, const Some& some, const Peak& peak
         if (its < score || (its == score && i > best)) return;
         score = its;
         best = i;
+        const double enough = peak.value + draw.temperature * (score - RARE_BITS * LOG2 - 1e-6);
+        least = std::nextafter((float)std::clamp(enough, -MOST, MOST), (float)-MOST);
     };
     try_out(best);
-    uint8_t able[FLAGS];
-    for (int64_t begin = 0; begin < some.count; begin += FLAGS) {
-        const int64_t length = std::min(FLAGS, some.count - begin);
-        const float* logits = some.logits + begin;
-        const uint8_t* first = some.first + begin;
-        // Whose first byte is not rare has RARE_BITS * log 2 of noise at most.
-        const double enough = peak.value + draw.temperature * (score - RARE_BITS * LOG2 - 1e-6);
-        const float least = std::nextafter((float)std::clamp(enough, -MOST, MOST), (float)-MOST);
-        for (int64_t i = 0; i < length; ++i) able[i] = (logits[i] >= least) | (first[i] >= RARE);
-        each_set(able, length, [&](int64_t i) { try_out(begin + i); });
+    for (int64_t begin = 0; begin < some.count; begin += BITS) {
+        const int64_t length = std::min(BITS, some.count - begin);
+        const uint64_t able = at_least(some.logits + begin, length, least) | at_least(some.first + begin, length, RARE);
+        each_set(able, [&](int64_t i) { try_out(begin + i); });
     }
     return best;
 }
@@ -191,15 +182,11 @@ inline int64_t draw_from_top(const Draw& draw, double peak) {
         bytes[count++] = byte;
     };
     const float least = std::nextafter((float)floor, 0.0f);
-    uint8_t enough[FLAGS];
-    for (int64_t begin = 0; begin < draw.count; begin += FLAGS) {
-        const int64_t length = std::min(FLAGS, draw.count - begin);
-        const float* its = weights + begin;
-        for (int64_t i = 0; i < length; ++i) enough[i] = its[i] >= least;
-        each_set(enough, length, [&](int64_t i) {
-            keep(begin + i, its[i], draw.logits[begin + i], first_byte(draw, id_at(draw, begin + i)));
+    for (int64_t begin = 0; begin < draw.count; begin += BITS)
+        each_set(at_least(weights + begin, std::min(BITS, draw.count - begin), least), [&](int64_t i) {
+            const int64_t place = begin + i;
+            keep(place, weights[place], draw.logits[place], first_byte(draw, id_at(draw, place)));
         });
-    }
     for (;;) {
         const int64_t at = noisy_argmax(draw, {logits, bytes, places, count}, peak_of(logits, count));
         const float logit = logits[at];
@@ -231,8 +218,7 @@ inline int64_t drawn(const Draw& draw) {
     if (draw.ids) {
         for (int64_t i = 0; i < draw.count; ++i) first[i] = first_byte(draw, draw.ids[i]);
     } else {
-        u64x8 words = {0, 1, 2, 3, 4, 5, 6, 7};
-        for (int64_t i = 0; i < draw.count; i += sizeof words, words += 8) store(first + i, first_bytes(draw, words));
+        first_bytes(draw, first, draw.count);
     }
     return noisy_argmax(draw, {draw.logits, first, nullptr, draw.count}, peak);
 }
