@@ -98,8 +98,7 @@ void run_cell(const Step& step, const Attention& call, const LayerTasks& layer, 
     tile.template set_queries<Cache>([&](int64_t i) { return call.q.at<const Element>(row_of(i), head_of(i)); });
 
     // A group's partials are folded into those of the first, or stand behind them.
-    Partials into = {results.get<float>(Partials::floats(2 * num_rows, call.dim)), call.dim};
-    tile.spare = into.from(num_rows);
+    Partials into = {results.get<float>(Partials::floats(num_rows, call.dim)), call.dim};
     if (!cell.completes)
         into.data = merge_data + Partials::floats((head * layer.num_partials + cell.partial) * heads, call.dim);
     Positions<Cache> here = positions_of<Cache>(step, call, cell, head);

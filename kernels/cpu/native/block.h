@@ -49,7 +49,6 @@ struct Tile {
     Weight* q;                // [padded rows, query_stride()], of which `depth()` are used
     float* wide;              // [PANEL * dim], for a panel whose cache is in another format
     float* scores;            // [padded rows, GROUP], each row overwritten by its weights: 2^(score - max)
-    Partials spare;           // [num_rows] of a group, before they are folded
     int *low, *high;          // [num_rows] the row reads positions [low, high) of the group
 
     int64_t padded_rows() const { return (num_rows + Format::ROW_UNIT - 1) / Format::ROW_UNIT * Format::ROW_UNIT; }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "block.h"
+#include "scratch.h"
 
 namespace radixrt {
 
@@ -87,7 +88,9 @@ inline void widen_values(float* to, const bfloat16* values, int64_t dim) {
 template <class Format, class Cache>
 void reduce_group(const Tile<Format>& tile, const Positions<Cache>& here, int length, const Positions<Cache>& next,
                   Partials into, bool folds) {
-    const Partials out = folds ? tile.spare : into;
+    static thread_local Scratch scratch;
+    const Partials own = {scratch.get<float>(Partials::floats(tile.num_rows, tile.dim)), tile.dim};
+    const Partials out = folds ? own : into;
     constexpr bool IS_WIDENED = !std::is_same_v<Format, Cache>;
     constexpr int PIECES = PANEL / PIECE;
     const int width = tile.width();
