@@ -96,7 +96,8 @@ void reduce_group(const Tile<Format>& tile, const Positions<Cache>& here, int le
     const int width = tile.width();
     const typename Format::Element* pieces[PIECES];
     const int64_t page_size = IS_WIDENED ? PANEL : here.run.page_size();
-    Ahead ahead = {{}, sizeof(typename Cache::Element), 0, 31 - __builtin_clz(tile.num_blocks)};
+    constexpr int64_t BYTES = sizeof(typename Cache::Element);
+    Ahead ahead = {{}, BYTES, 0, 31 - __builtin_clz(tile.num_blocks), PANEL * tile.dim * BYTES > FIRST_CACHE / 2};
     // Fetch this panel next: within a page from its beginning on, whatever the order inside. And one line of each page
     // of the panel behind it, so that its address is translated by then (10 % where pages lie anywhere in memory).
     const auto fetch = [&](const Positions<Cache>& from, const typename Cache::Element* cache, int panel) {
